@@ -56,7 +56,7 @@ class StepMetadata:
     block_table: Tensor  # [num_seqs, max_blocks] int32: a sequence's blocks, then anything
     query_start_loc: Tensor  # [num_seqs + 1] int32: tokens [loc[i], loc[i + 1]) are sequence i's
     seq_lens: Tensor  # [num_seqs] int32: keys after this step
-    query_lens: Any = None  # [num_seqs] on the CPU, an np.ndarray: of a graph, at most; if known
+    query_lens: Any = None  # [num_seqs] on the CPU, an np.ndarray: of a graph, at most
     plan: Any = None  # what the backend's `plan` prepared for all layers
 
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.kernels import fused, quantized, quantized_cpu, sampling, threads
+from nanoserve.kernels import fused, memory, quantized, quantized_cpu, sampling, threads
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
@@ -134,6 +134,7 @@ class Step:
             table.int(),
             torch.tensor(ends).int(),
             torch.tensor(lengths).int(),
+            torch.tensor(ends).diff().numpy(),
         )
 
     def part(self, tensors: list[Tensor], is_new: bool) -> Tensor:
@@ -352,6 +353,8 @@ def test_rope_and_store(
     caches = [
         KVCacheSpec(num_kv_heads, head_dim, head_dim).allocate(5, 4, cache_dtype, CPU) for _ in "ab"
     ]
+    for tensor in (*caches[0], *caches[1]):
+        tensor.zero_()
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True)) if has_norm else (q, k)
     expected = apply_rope(q, *rope)
@@ -545,6 +548,8 @@ def test_blocks_and_their_copies(
     """The bytes that a spec tells are those of its tensors; blocks move whole, in every layer."""
     source, target = ([spec.allocate(5, 4, dtype, CPU) for _ in range(2)] for _ in "st")
     assert sum(each.nbytes for each in source[0]) == 5 * spec.num_bytes(4, dtype)
+    for each in (each for layer in target for each in layer):
+        each.zero_()
     for i, each in enumerate(each for layer in source for each in layer):
         each.copy_(rand(*each.shape, seed=i).to(dtype if each.dtype == dtype else each.dtype))
     copy_blocks(source, target, tuple(pairs))
@@ -580,6 +585,22 @@ def test_as_many_blocks_as_fit(
         assert found == min(num_blocks, per_sequence * max_num_seqs)
 
 
+def test_a_cache_takes_memory_where_it_is_written() -> None:
+    if not (statm := Path("/proc/self/statm")).exists():
+        pytest.skip("only Linux says how much")
+    before = int(statm.read_text().split()[1])
+    cache = KVCacheSpec(8, 64, 64).allocate(2**13, 16, torch.float32, CPU)
+    assert sum(each.nbytes for each in cache) == 2**29
+    cache[0][:16] = 1.0
+    assert (int(statm.read_text().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 2**26
+
+
+def test_a_cache_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "read_meminfo", lambda: {"MemAvailable": 2**31, "SwapFree": 0})
+    with pytest.raises(ValueError, match=r"GiB, and 2.0 GiB are there. Lower num_gpu_blocks_over"):
+        LLM(num_gpu_blocks_override=10**7)
+
+
 # -- threads --
 
 
@@ -599,13 +620,31 @@ def test_cores_within_a_quota(
 
 
 def test_waiting_threads_spin_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in threads.WAITING_VARIABLES:
+    for name in threads.WAITING:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "turn_microseconds", lambda: 0.01)
-    if (policy := threads.wait_policy()) != {"OMP_WAIT_POLICY": "passive"}:  # GNU's library
-        assert int(policy["GOMP_SPINCOUNT"]) == pytest.approx(100 * threads.SPIN)
+    assert threads.wait_policy() == threads.WAITING
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # what the user sets wins
     assert threads.wait_policy() == {}
+
+
+def test_a_forked_process_computes_with_one_thread() -> None:
+    """The threads of its parent would never answer."""
+    program = """
+import os
+from nanoserve.kernels.threads import load_torch
+load_torch()
+import torch
+torch.set_num_threads(2)
+numbers = torch.ones(10**6)
+before = numbers.exp().sum()  # by two threads
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.get_num_threads() == 2
+else:
+    os._exit(torch.get_num_threads() != 1 or not torch.allclose(numbers.exp().sum(), before))
+"""
+    folder = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=folder, timeout=300)
 
 
 def test_a_team_leaves_other_programs_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:

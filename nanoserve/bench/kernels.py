@@ -75,9 +75,9 @@ def make_inputs(
     table = torch.randperm(num_blocks, generator=generator).view(case.num_seqs, blocks_each)
     starts = torch.arange(0, num_tokens + 1, case.num_queries)
     lengths = torch.full((case.num_seqs,), case.num_keys)
-    small = [tensor.to(device, torch.int32) for tensor in (table, starts, lengths)]
+    table, starts, lengths = (x.to(device, torch.int32) for x in (table, starts, lengths))
     slots = torch.zeros(num_tokens, dtype=torch.long, device=device)  # nothing is stored here
-    return query, cache, StepMetadata(slots, *small)
+    return query, cache, StepMetadata(slots, table, starts, lengths, starts.diff().cpu().numpy())
 
 
 def find_backends(device: torch.device) -> dict[str, AttentionBackend]:

@@ -46,13 +46,13 @@ import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
 from nanoserve.distributed.parallel import ParallelState
-from nanoserve.kernels.threads import rank_environment
+from nanoserve.kernels.threads import wait_policy
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import EngineDeadError, SchedulerOutput
 
-STEP_TIMEOUT, IDLE_TIMEOUT = timedelta(minutes=10), timedelta(days=20)
+STEP_TIME, IDLE_TIME = timedelta(minutes=10), timedelta(days=20)
 POLL = 1.0  # seconds between two looks at the other processes
 Calls = SimpleQueue[Any]  # of (future, function, arguments); None: the end
 Processes = dict[int, subprocess.Popen[bytes]]  # by rank
@@ -197,7 +197,7 @@ def start_rank(port: int, rank: int, size: int) -> subprocess.Popen[bytes]:
     """A process that imports what this one can import, and its threads wait in the same way."""
     return subprocess.Popen(
         [sys.executable, "-m", __name__, str(port), str(rank), str(size)],
-        env={**rank_environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, **wait_policy(), "PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,  # Ctrl-C is for rank 0
     )
 
@@ -205,7 +205,7 @@ def start_rank(port: int, rank: int, size: int) -> subprocess.Popen[bytes]:
 def join_torchrun(size: int) -> tuple[dist.Store, dist.Store]:
     """On rank 0: torchrun's store, and where its ranks meet for this engine. Does not return on the
     others. Raises ValueError unless there are `size` ranks, and no other open engine."""
-    shared, rank, world_size = next(dist.rendezvous("env://", timeout=IDLE_TIMEOUT))
+    shared, rank, world_size = next(dist.rendezvous("env://", timeout=IDLE_TIME))
     if world_size != size:
         raise ValueError(
             f"the engine has {size} ranks, but torchrun has started {world_size}. Give torchrun "
@@ -229,17 +229,12 @@ def connect(store: dist.Store, rank: int, size: int, device: str) -> ParallelSta
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     device_group = make_group(store, "device", rank, size, device)
-    cpu_group = make_group(store, "cpu", rank, size, "cpu", IDLE_TIMEOUT)
+    cpu_group = make_group(store, "cpu", rank, size, "cpu", IDLE_TIME)
     return ParallelState(rank, size, device_group, cpu_group, store)
 
 
 def make_group(
-    store: dist.Store,
-    name: str,
-    rank: int,
-    size: int,
-    device: str,
-    timeout: timedelta = STEP_TIMEOUT,
+    store: dist.Store, name: str, rank: int, size: int, device: str, timeout: timedelta = STEP_TIME
 ) -> Any:
     """A process group for tensors on this device: nccl, or gloo on a CPU."""
     prefixed = dist.PrefixStore(name, store)

@@ -61,7 +61,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -437,8 +436,6 @@ def plan_launches(
     num_seqs, max_blocks = metadata.block_table.shape
     group, gpu = num_heads // num_kv_heads, get_gpu_info(query.device)
     query_lens = metadata.query_lens
-    if query_lens is None:
-        query_lens = np.diff(metadata.query_start_loc.tolist())
     sizes = (group, head_dim, value_dim, query.element_size(), gpu)
     short, long = choose_tiles(True, *sizes), choose_tiles(False, *sizes)
     is_long = query_lens > short["BLOCK_M"] // group

@@ -92,27 +92,22 @@ class DecodeGraphs:
         shapes = [GraphShape(size, length) for length in self.query_lens for size in self.sizes]
         shapes = [shape for shape in shapes if math.prod(shape) <= self.max_tokens]
         shapes.sort(key=math.prod, reverse=True)
-        free, was_enabled = torch.cuda.mem_get_info()[0], gc.isenabled()
+        free = torch.cuda.mem_get_info()[0]
         # Without a stream of the engine's own, torch would take the one that the first engine of
         # the process has recorded on, perhaps on another GPU.
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         # A dead engine of this process might be found in the middle of a capture, and freeing its
         # memory is not allowed there.
         gc.collect()
-        gc.disable()
-        try:
-            for shape in tqdm(shapes, "Capturing CUDA graphs", disable=not use_tqdm, delay=1):
-                forward = make_forward(shape)
-                output = forward()  # not recorded: compiles kernels and initializes libraries
-                if not self.graphs:  # outside the graphs' pool
-                    self.hidden = torch.empty_like(output)
-                torch.cuda.synchronize()
-                graph = self.graphs[shape] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    self.hidden[: len(output)].copy_(forward())
-        finally:
-            if was_enabled:
-                gc.enable()
+        for shape in tqdm(shapes, "Capturing CUDA graphs", disable=not use_tqdm, delay=1):
+            forward = make_forward(shape)
+            output = forward()  # not recorded: compiles kernels and initializes libraries
+            if not self.graphs:  # outside the graphs' pool
+                self.hidden = torch.empty_like(output)
+            torch.cuda.synchronize()
+            graph = self.graphs[shape] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self.hidden[: len(output)].copy_(forward())
         if (num_bytes := free - torch.cuda.mem_get_info()[0]) > MEMORY_RESERVE:
             logger.warning(
                 "CUDA graphs take %d MiB, more than is kept for them. If memory runs out later: "

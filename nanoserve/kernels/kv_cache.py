@@ -16,10 +16,7 @@ vllm/v1/worker/gpu_worker.py determine_available_memory, vllm/v1/core/kv_cache_u
 from __future__ import annotations
 
 import logging
-import math
-import mmap
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +41,6 @@ logger = logging.getLogger("nanoserve")
 # more, because the tiles of products by quantized weights grow with them.
 WARM_UP_LENGTHS = (1, 2, 32, 64)
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
-MANAGER_BYTES = 160  # of the block manager, for each block
 SCALE_DTYPE = torch.float32  # of the scales of keys and values of 8 bits
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CPU = torch.device("cpu")
@@ -60,24 +56,25 @@ class KVCacheSpec:
     sliding_window: int | None = None  # a query sees this many keys at most, its own included
 
     def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block, keys and values, and their scales if they have 8 bits."""
-        per_head = (self.key_dim + self.value_dim) * dtype.itemsize
-        per_head += 2 * SCALE_DTYPE.itemsize if dtype.itemsize == 1 else 0
-        return block_size * self.num_kv_heads * per_head
+        """Bytes of one block."""
+        parts = self.allocate(1, block_size, dtype, torch.device("meta"))
+        return sum(part.nbytes for part in parts)
 
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim]; and if dtype
+        """Tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim]; and if dtype
         has 8 bits, the scale of each vector, [.., 1] each.
 
         In memory the heads of a block come before its slots, so that the keys that one head reads
-        of a block lie together.
+        of a block lie together. On a CPU they take up memory only where they are written, so a
+        cache may be larger than what a run needs of it.
         """
         parts = [(self.key_dim, dtype), (self.value_dim, dtype)]
         parts += [(1, SCALE_DTYPE)] * 2 if dtype.itemsize == 1 else []
         shape = (num_blocks, self.num_kv_heads, block_size)
-        return tuple(lazy_zeros((*shape, n), kind, device).transpose(1, 2) for n, kind in parts)
+        empty = (torch.empty(*shape, n, dtype=kind, device=device) for n, kind in parts)
+        return tuple(tensor.transpose(1, 2) for tensor in empty)
 
 
 def make_kv_caches(runner: ModelRunner, num_rows: int) -> tuple[list[KVCache], list[KVCache]]:
@@ -100,16 +97,16 @@ def make_kv_caches(runner: ModelRunner, num_rows: int) -> tuple[list[KVCache], l
 def allocate_kv_caches(
     specs: list[KVCacheSpec], size: int, dtype: torch.dtype, num_blocks: int, device: torch.device
 ) -> list[KVCache]:
-    """The zeroed tensors of each layer, of blocks of this size (KVCacheSpec.allocate). Raises
-    ValueError if the device has no room for them."""
-    try:
-        return [spec.allocate(num_blocks, size, dtype, device) for spec in specs]
-    except (OSError, MemoryError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            f"{num_blocks} blocks of KV cache cannot be allocated on {device} ({error}). Lower "
-            "num_gpu_blocks_override or kv_cache_memory_bytes; on a CPU, with "
-            "preemption_mode='swap', also num_cpu_blocks or swap_space."
-        ) from error
+    """The tensors of each layer, of blocks of this size (KVCacheSpec.allocate). Raises ValueError
+    if the device has no room for them: on a CPU it would be missed only when they are written."""
+    memory.check_fits(
+        f"{num_blocks} blocks of KV cache, on {device},",
+        num_blocks * sum(spec.num_bytes(size, dtype) for spec in specs),
+        memory_limit(device),
+        "Lower num_gpu_blocks_override or kv_cache_memory_bytes; on a CPU, with "
+        "preemption_mode='swap', also num_cpu_blocks or swap_space.",
+    )
+    return [spec.allocate(num_blocks, size, dtype, device) for spec in specs]
 
 
 def copy_blocks(
@@ -134,11 +131,10 @@ def determine_num_kv_blocks(runner: ModelRunner, block_bytes: int, num_rows: int
     the largest step is profiled, and memory is kept for CUDA graphs.
     """
     config, device, parallel = runner.config, runner.device, runner.parallel
-    check = partial(check_num_blocks, block_bytes, device, parallel.tp_size)
     if device.type == "cuda":
         warm_up(runner)
     if config.num_gpu_blocks_override is not None:
-        return check("num_gpu_blocks_override", config.num_gpu_blocks_override)
+        return config.num_gpu_blocks_override
     if (room := config.kv_cache_memory_bytes) is None:
         other = profile_memory(runner, num_rows) if device.type == "cuda" else 0
         other += MEMORY_RESERVE if has_graphs(runner) else 0
@@ -146,8 +142,7 @@ def determine_num_kv_blocks(runner: ModelRunner, block_bytes: int, num_rows: int
     num_blocks = parallel.all_reduce_min(max(0, room) // block_bytes)
     can_shorten = config.max_model_len == runner.model_config.max_model_len
     per_sequence = runner.blocks_per_sequence()
-    num_blocks = limit_num_blocks(config, num_blocks, block_bytes, per_sequence, can_shorten)
-    return check("kv_cache_memory_bytes", num_blocks)
+    return limit_num_blocks(config, num_blocks, block_bytes, per_sequence, can_shorten)
 
 
 def limit_num_blocks(
@@ -234,16 +229,14 @@ def profile_run(runner: ModelRunner, num_rows: int) -> None:
     ones = torch.ones(num_rows, device=device)
     num_seqs = min(config.max_num_seqs, budget)  # a sequence with penalties has no drafts: one row
     token_ids = torch.zeros(num_seqs, length, dtype=torch.int64, device=device)
-    weights = [ones[:num_seqs]] * 3
+    rows, weights = torch.arange(num_seqs, device=device), [ones[:num_seqs]] * 3
     batch = SamplingBatch(
         temperature=ones,
         top_k=torch.full_like(ones, vocab_size, dtype=torch.long),
         top_p=ones * 0.9,
         min_p=ones * 0.01,
         uniform=ones.double() * 0.5,
-        penalties=Penalties(
-            torch.arange(num_seqs, device=device), token_ids, token_ids.int(), *weights
-        ),
+        penalties=Penalties(rows, token_ids, token_ids.int(), *weights),
     )
     sample(logits, batch, choose_tokens)
     del seen  # not before
@@ -252,16 +245,16 @@ def profile_run(runner: ModelRunner, num_rows: int) -> None:
 def size_cpu_pool(config: EngineConfig, num_kv_blocks: int, block_bytes: int) -> int:
     """Blocks of the CPU pool: none unless preemption swaps; by default as many as KV blocks.
 
-    Raises ValueError if swap_space (GiB) is given and holds no block, or if no memory holds them.
+    Raises ValueError if swap_space (GiB) is given and holds no block.
     """
     if not config.has_cpu_blocks:
         return 0
-    option, num_blocks = "num_cpu_blocks", config.num_cpu_blocks or num_kv_blocks
+    num_blocks = config.num_cpu_blocks or num_kv_blocks
     if config.swap_space is not None:
-        option, num_blocks = "swap_space", int(config.swap_space * 2**30) // block_bytes
+        num_blocks = int(config.swap_space * 2**30) // block_bytes
     if not num_blocks:
         raise ValueError(f"swap_space is {config.swap_space} GiB: no block of {block_bytes} bytes.")
-    return check_num_blocks(block_bytes, CPU, 1, option, num_blocks)
+    return num_blocks
 
 
 def free_memory(device: torch.device, share: float, num_local_ranks: int) -> int:
@@ -279,39 +272,5 @@ def memory_limit(device: torch.device) -> int | None:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    if device.type != "cpu" or not (meminfo := memory.read_meminfo()):
-        return None
-    return memory.available_memory() + meminfo.get("SwapFree", 0)
-
-
-def check_num_blocks(
-    block_bytes: int, device: torch.device, num_local_ranks: int, option: str, num_blocks: int
-) -> int:
-    """num_blocks. Raises ValueError, which names the option, if so many can never be filled.
-
-    Main memory for blocks is taken only when they are written, so all of the machine's memory
-    counts, in use or not. The block manager's own numbers are there from the beginning.
-    """
-    room = memory_limit(device) if device.type == "cuda" else memory.total_memory()
-    if device.type == "cpu":
-        block_bytes = (block_bytes + MANAGER_BYTES) * num_local_ranks
-    what = f"{option} asks for {num_blocks} blocks of KV cache, {{size}} on {device}"
-    advice = "Lower it or block_size: at most {most} blocks of this size would fit."
-    memory.check_fits(what, num_blocks, block_bytes, room, advice)
-    return num_blocks
-
-
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.zeros; on a CPU, memory that takes up room only once it is written.
-
-    A KV cache may be larger than what a run needs of it. torch.zeros writes all of it at once, and
-    np.zeros asks for huge pages, of which the first write takes up all.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Freed with the last tensor that views it. Private: a forked process has a copy of its own.
-    is_unix = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_unix else {}
-    mapped = mmap.mmap(-1, num_bytes, **flags)
-    return torch.frombuffer(mapped, dtype=torch.uint8).view(dtype).view(shape)
+    meminfo = memory.read_meminfo() if device.type == "cpu" else {}
+    return meminfo["MemAvailable"] + meminfo["SwapFree"] if meminfo else None

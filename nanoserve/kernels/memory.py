@@ -1,42 +1,34 @@
 """How much memory does this machine have, and does something fit?
 
-    total        what processes could fill at most: main memory and swap, or a container's share
     available    what a new process could fill now: free pages, and those that caches would give up
 
-What is mapped and filled later (a KV cache, the tables of a step) is compared with the first, what
-is filled at once (weights) with the second and the free swap. Only Linux says both. This module
-imports no torch; models/weight_files.py and kv_cache.py add what is free on a GPU.
+What must fit (weights, a KV cache) is compared with this and the free swap. Only Linux says so.
+This module imports no torch; kv_cache.py adds what is free on a GPU.
 
 vLLM: vllm/utils/mem_utils.py, vllm/platforms/cpu.py (V1).
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 
 def read_meminfo() -> dict[str, int]:
-    """What /proc/meminfo says, in bytes, no more than the container may use; empty where there is
-    none (anywhere but on Linux)."""
-    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    if not meminfo.exists():
-        return {}
-    lines = [line.split(":") for line in meminfo.read_text().splitlines()]
+    """What /proc/meminfo says, in bytes, available no more than the container may use; empty where
+    there is none (anywhere but on Linux)."""
+    lines = [line.split(":") for line in read_text(Path("/proc/meminfo")).splitlines()]
     values = {name: int(rest.split()[0]) * 1024 for name, rest in lines if rest.endswith("kB")}
-    text = limit.read_text().strip() if limit.exists() else "max"
-    for name in ("MemTotal", "MemAvailable"):
-        values[name] = values[name] if text == "max" else min(values[name], int(text))
+    if values and (limit := read_text(Path("/sys/fs/cgroup/memory.max")).strip()).isdecimal():
+        values["MemAvailable"] = min(values["MemAvailable"], int(limit))
     return values
 
 
-def total_memory() -> int | None:
-    """Bytes that processes could fill at most; None where the system does not say."""
-    if meminfo := read_meminfo():
-        return meminfo["MemTotal"] + meminfo.get("SwapTotal", 0)
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):  # macOS
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+def read_text(file: Path) -> str:
+    """The text of a file; "" if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def available_memory() -> int:
@@ -51,15 +43,12 @@ def describe_size(num_bytes: int) -> str:
     return f"{num_bytes / 1024**power:.{min(power, 1)}f} {unit}"
 
 
-def check_fits(what: str, number: int, bytes_each: int, memory: int | None, advice: str) -> None:
-    """Raise ValueError if so many do not fit. `{most}` of the advice is the number that would.
+def check_fits(what: str, num_bytes: int, memory: int | None, advice: str) -> None:
+    """Raise ValueError if `what` needs more than this memory (None: it is not known).
 
-    check_fits("1000 rows take {size}", ...) -> ValueError: 1000 rows take 7.5 GiB, and
-    4.0 GiB are there. ...
+    check_fits("the index", 8 * 2**30, 2**30, "Buy some.") -> ValueError: the index needs 8.0 GiB,
+    and 1.0 GiB are there. Buy some.
     """
-    if memory is not None and number * bytes_each > memory:
-        size, most = f"{number * bytes_each / 2**30:.1f} GiB", memory // bytes_each
-        raise ValueError(
-            f"{what.format(size=size)}, and {memory / 2**30:.1f} GiB are there. "
-            f"{advice.format(most=most)}"
-        )
+    if memory is not None and num_bytes > memory:
+        needed, there = describe_size(num_bytes), describe_size(memory)
+        raise ValueError(f"{what} needs {needed}, and {there} are there. {advice}")

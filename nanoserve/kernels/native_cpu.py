@@ -24,7 +24,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import subprocess
 import tempfile
@@ -68,14 +67,12 @@ def load_library(source: Path = SOURCE) -> ctypes.CDLL | None:
     The compiler is $CXX, or c++. It is needed only where no library is kept: an image may be built
     where there is one, and run where there is none.
     """
-    if platform.system() != "Linux":
-        return None
     command = [*shlex.split(os.environ.get("CXX") or "c++"), *shlex.split(FLAGS)]
     try:
         # "-march=native" makes code for this processor, and several machines may share a home.
         lines = set(Path("/proc/cpuinfo").read_text().splitlines())
         cpu = sorted(each for each in lines if each.startswith(("model name", "flags", "Features")))
-        needs = repr([source.read_text(), command, platform.machine(), cpu])
+        needs = repr([source.read_text(), command, cpu])
         name = f"{source.stem}-{hashlib.sha256(needs.encode()).hexdigest()[:16]}.so"
         folder = cache_folder()
         if folder and (folder / name).exists():
@@ -91,10 +88,7 @@ def load_library(source: Path = SOURCE) -> ctypes.CDLL | None:
         return library
     except (OSError, subprocess.SubprocessError) as error:
         printed = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        logger.info(
-            "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s %s",
-            error, printed[:500],
-        )  # fmt: skip
+        logger.info("kernels in C++ cannot be compiled here: %s %s", error, printed[:500])
         return None
 
 

@@ -26,11 +26,11 @@ vLLM: vllm/v1/sample/ops/topk_topp_sampler.py, topk_topp_triton.py (V1).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanoserve import sampler
@@ -128,13 +128,12 @@ def draw(probs: Tensor, uniform: Tensor) -> ChosenTokens:
     is_possible = probs[:, 0].isfinite()  # a softmax over NaN or infinity is NaN everywhere
     if is_small(probs):
         return ChosenTokens(sampler.draw(probs, uniform), is_possible)
-    sums = per_chunk(lambda chunks: chunks.sum(dim=-1, dtype=torch.float64), probs)
-    ends = sums.cumsum(dim=-1)
+    chunks = as_chunks(probs, 0.0)
+    ends = chunks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target = uniform[:, None] * ends[:, -1:]
     chunk = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)
     before = torch.where(chunk > 0, ends.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
-    _, inside = take_chunks(probs, chunk, 0.0)
-    ends_inside = inside.double().cumsum(dim=-1)
+    ends_inside = take_chunks(chunks, chunk).double().cumsum(dim=-1)
     target = torch.minimum(target - before, ends_inside[:, -1:] * ALMOST_ONE)
     drawn = chunk * CHUNK + torch.searchsorted(ends_inside, target, right=True)
     return ChosenTokens(drawn.clamp_(max=probs.shape[1] - 1)[:, 0], is_possible)
@@ -174,10 +173,10 @@ def argmax(logits: Tensor) -> ChosenTokens:
     if logits.device.type != "cpu" or is_small(logits):
         top, token_ids = logits.max(dim=-1)
         return ChosenTokens(token_ids, top.isfinite())
-    top, chunk = per_chunk(lambda chunks: chunks.amax(dim=-1), logits).max(dim=-1)
-    token_ids, inside = take_chunks(logits, chunk[:, None], -torch.inf)
-    place = inside.argmax(dim=-1, keepdim=True)
-    return ChosenTokens(token_ids.gather(1, place)[:, 0], top.isfinite())
+    chunks = as_chunks(logits, -torch.inf)
+    top, chunk = chunks.amax(dim=-1).max(dim=-1)
+    place = take_chunks(chunks, chunk[:, None]).argmax(dim=-1)
+    return ChosenTokens(chunk * CHUNK + place, top.isfinite())
 
 
 def largest(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -185,10 +184,11 @@ def largest(logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
     each."""
     if number * 4 > logits.shape[1] // CHUNK:
         return logits.topk(number, dim=-1)
-    tops = per_chunk(lambda chunks: chunks.amax(dim=-1), logits)
-    token_ids, inside = take_chunks(logits, tops.topk(number, sorted=False).indices, -torch.inf)
-    values, places = inside.topk(number, dim=-1)
-    return values, token_ids.gather(1, places)
+    chunks = as_chunks(logits, -torch.inf)
+    chosen = chunks.amax(dim=-1).topk(number, sorted=False).indices
+    values, places = take_chunks(chunks, chosen).topk(number, dim=-1)
+    token_ids = chosen.gather(1, places // CHUNK) * CHUNK + places % CHUNK
+    return values, token_ids.clamp_(max=logits.shape[1] - 1)  # behind the last: -inf
 
 
 def sort_descending(logits: Tensor) -> Tensor:
@@ -204,23 +204,14 @@ def is_small(values: Tensor) -> bool:
     return values.device.type == "cpu" and values.numel() <= SMALL
 
 
-def per_chunk(reduce: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """[num_rows, num_chunks]: `reduce` takes away the last dimension, which is a chunk of `values`
-    [num_rows, vocab_size]. The last chunk may be shorter."""
-    end = values.shape[1] // CHUNK * CHUNK
-    parts = [reduce(values[:, :end].unflatten(1, (-1, CHUNK)))] if end else []
-    if end < values.shape[1]:
-        parts.append(reduce(values[:, None, end:]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def as_chunks(values: Tensor, fill: float) -> Tensor:
+    """[num_rows, vocab_size] as [num_rows, num_chunks, CHUNK]; `fill` stands behind the last."""
+    if missing := -values.shape[1] % CHUNK:
+        values = F.pad(values, (0, missing), value=fill)
+    return values.unflatten(1, (-1, CHUNK))
 
 
-def take_chunks(values: Tensor, chunks: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-    """The token ids in the chunks of these numbers [num_rows, k], and their values: both
-    [num_rows, k * CHUNK]. `fill` stands where the last chunk has ended."""
-    token_ids = chunks[:, :, None] * CHUNK + torch.arange(CHUNK, device=values.device)
-    token_ids = token_ids.flatten(1)
-    if values.shape[1] % CHUNK == 0:
-        return token_ids, values.gather(1, token_ids)
-    is_outside = token_ids >= values.shape[1]
-    token_ids = token_ids.clamp_(max=values.shape[1] - 1)
-    return token_ids, values.gather(1, token_ids).masked_fill_(is_outside, fill)
+def take_chunks(chunks: Tensor, numbers: Tensor) -> Tensor:
+    """The values in the chunks of these numbers [num_rows, k]: [num_rows, k * CHUNK]."""
+    rows = torch.arange(len(chunks), device=chunks.device)[:, None]
+    return chunks[rows, numbers].flatten(1)

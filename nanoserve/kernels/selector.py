@@ -31,7 +31,6 @@ from nanoserve.kernels import sampling
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.fused import fuse
 from nanoserve.kernels.linear_cpu import PackedLinearMethod
-from nanoserve.kernels.memory import describe_size
 from nanoserve.kernels.native_cpu import NAMES, Native, NativeBackend, load_library
 from nanoserve.kernels.quantized_cache import QuantizedReference
 from nanoserve.kernels.threads import SMALL_MODEL
@@ -59,8 +58,7 @@ def choose_kernels(
 ) -> tuple[AttentionBackend, sampler.Choose]:
     """Give a loaded model its kernels; what attends, and what chooses tokens. Raises ValueError as
     get_attn_backend does."""
-    num_bytes = model.num_bytes()
-    is_large = device.type == "cuda" or num_bytes >= SMALL_MODEL
+    is_large = device.type == "cuda" or model.num_bytes() >= SMALL_MODEL
     is_fast = config.kernels == "fast" or (config.kernels == "auto" and is_large)
     wanted = config.attention_backend
     if wanted == "auto" and not is_fast:
@@ -74,10 +72,7 @@ def choose_kernels(
     if is_fast:
         speed_up(model, attention, device, dtype)
     what = "fast" if is_fast else "plain: what runs is what the flat modules say"
-    logger.info(
-        "kernels: %s (weights of %s on %s; attention: %s)",
-        what, describe_size(num_bytes), device, attention.name,
-    )  # fmt: skip
+    logger.info("kernels: %s (on %s; attention: %s)", what, device, attention.name)
     return attention, sampling.choose_tokens if is_fast else sampler.choose_tokens
 
 
@@ -112,49 +107,39 @@ def get_attn_backend(
     """
     if not isinstance(wanted, str):
         return wanted if isinstance(wanted, AttentionBackend) else wanted()
-    name = wanted
+    can_be_native, name = device.type == "cpu" and dtype in NAMES, wanted
     if wanted == "auto":
-        can_be_native = device.type == "cpu" and dtype in NAMES and load_library() is not None
-        name = "native" if can_be_native else "torch"
+        name = "native" if can_be_native and load_library() else "torch"
         if device.type == "cuda" and find_spec("triton"):
             name = "triton"
     if name == "triton":
         return make_triton_backend(device)
     backends = {"reference": AttentionBackend, "torch": TorchBackend, "native": NativeBackend}
-    if name not in backends:
+    if name not in backends or (name == "native" and not can_be_native):
         raise ValueError(
-            f"attention_backend is {wanted!r}; allowed: auto, native, reference, torch, triton, or "
-            "an AttentionBackend of your own (a class or an instance)."
+            f"attention_backend is {wanted!r}, with {dtype} on {device}. Allowed: auto, reference, "
+            "torch, native (on a CPU, in float32 or bfloat16), triton (on a CUDA GPU), or an "
+            "AttentionBackend of your own (a class or an instance)."
         )
-    if name == "native" and (device.type != "cpu" or dtype not in NAMES):
-        message = "attention_backend 'native' is for a CPU, in float32 or bfloat16. Use 'auto'."
-        raise ValueError(message)
     return backends[name]()
 
 
 def make_triton_backend(device: torch.device) -> AttentionBackend:
     """Raises ValueError where Triton cannot run: here it can say what to do."""
-    if not find_spec("triton"):
-        raise ValueError(
-            "attention_backend is 'triton', but Triton is not installed here. Use 'auto'."
-        )
-    import triton  # here: a Mac has none, and a CPU run needs none
-
-    from nanoserve.kernels.attention_triton import TritonBackend
-
-    if triton.knobs.runtime.interpret:
-        return TritonBackend()
-    if device.type != "cuda":
-        raise ValueError(
-            "attention_backend is 'triton', which needs a CUDA GPU. Use 'auto', or set "
-            "TRITON_INTERPRET=1 in the environment to have Triton's interpreter run it (slowly)."
-        )
     try:
-        triton.runtime.driver.active.get_current_device()
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        import triton  # here: a Mac has none, and a CPU run needs none
+
+        from nanoserve.kernels.attention_triton import TritonBackend
+
+        if not triton.knobs.runtime.interpret:
+            if device.type != "cuda":
+                raise RuntimeError(f"the model is on {device}")
+            triton.runtime.driver.active.get_current_device()
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         raise ValueError(
-            f"Triton cannot compile its kernels here ({error}). Install a C compiler and Python's "
-            "headers (on Ubuntu: apt install build-essential python3-dev), or set "
-            "attention_backend='torch'."
+            f"attention_backend is 'triton', which cannot run here: {error}. It takes a CUDA GPU, "
+            "the package triton, a C compiler and Python's headers (on Ubuntu: apt install "
+            "build-essential python3-dev); or TRITON_INTERPRET=1 in the environment (slow). Use "
+            "'auto' or 'torch'."
         ) from error
     return TritonBackend()

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from nanoserve.config import EngineConfig
 
@@ -94,16 +95,10 @@ def copy_to_host(value: Any) -> tuple[Any, torch.cuda.Event]:
     """`value` (tensors in tuples, lists and dicts) with its tensors in main memory, and an event
     that passes when the copies, which are only started here, are done."""
 
-    def copy(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
-            return host.copy_(value, non_blocking=True)
-        if isinstance(value, dict):
-            return {key: copy(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return getattr(type(value), "_make", type(value))(map(copy, value))
-        return value
+    def copy(tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
-    copied, event = copy(value), torch.cuda.Event()
+    copied, event = tree_map_only(Tensor, copy, value), torch.cuda.Event()
     event.record()
     return copied, event

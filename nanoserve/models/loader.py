@@ -82,9 +82,9 @@ def build_and_fill(
     if plan is not None:
         if not is_dummy:
             compare(plan, tensors, folder)
-        what = f"the weights that config.json describes need {{size}} on {layer_config.device}"
+        what = f"what config.json describes, on {layer_config.device},"
         advice = "Use a smaller dtype or model, or divide it (tensor_parallel_size)."
-        check_fits(what, plan.num_bytes(), 1, memory_limit(layer_config.device), advice)
+        check_fits(what, plan.num_bytes(), memory_limit(layer_config.device), advice)
     model = build(config.max_model_len, layer_config)
     if is_dummy:
         fill_randomly(model, config.seed)

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nanoserve.config import EngineConfig
 from nanoserve.distributed import multiproc
-from nanoserve.kernels.threads import rank_environment
+from nanoserve.kernels.threads import wait_policy
 from nanoserve.models.config import ModelConfig
 
 PLACEMENT_TIMEOUT = 60  # seconds; then the cluster is too small
@@ -142,7 +142,7 @@ def reserve(size: int, resource: str) -> Any:
 
 def make_remote(work: Any, group: Any, rank: int, resource: str) -> Any:
     """A class as an actor, or a function as a task, in the bundle of a rank."""
-    variables = {k: v for k, v in rank_environment().items() if k.startswith(COPIED)}
+    variables = {k: v for k, v in {**os.environ, **wait_policy()}.items() if k.startswith(COPIED)}
     return ray.remote(work).options(
         num_cpus=int(resource == "CPU"),
         num_gpus=int(resource == "GPU"),
