@@ -452,13 +452,6 @@ for output, filtered in zip(outputs, (True, False)):
         probs = sorted((exp(each.logprob) for each in candidates.values()), reverse=True)
         assert (probs[2] == 0) == filtered and (not filtered or abs(sum(probs) - 1) < 1e-5)
 """,
-    "arguments of the tokenizer": f"""{GENERATE}
-[output] = llm.generate(
-    "Once upon a time there was", {GREEDY},
-    tokenization_kwargs={{"truncation": True, "max_length": 3}},
-)
-assert len(output.prompt_token_ids) == 3
-""",
     "a chat template as an option": """
 from vllm import LLM, SamplingParams
 

@@ -114,7 +114,12 @@ def no_trouble(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 WAYS: list[Any] = [
     ("ngram", "recompute", {"prompt_lookup_min": 1}, 0.2),
     ("suffix", "swap", {"num_speculative_tokens": 8}, 0.3),
-    ("draft_model", "recompute", {**TARGET, "disable_by_batch_size": 5}, 1),
+    (
+        "draft_model",
+        "recompute",
+        {**TARGET, "num_speculative_tokens_per_batch_size": [[1, 5, 4], [6, 99, 0]]},
+        1,
+    ),
     ("medusa", "recompute", {}, 0.2),
     ("eagle", "swap", {"num_speculative_tokens": 5}, 0.3),
     pytest.param(("draft_model", "swap", {}, 0.2), marks=SLOW),
@@ -400,7 +405,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 BAD: dict[str, Any] = {
     "promt_lookup_max": {**NGRAM, "promt_lookup_max": 2}, "n-gram": {**NGRAM, "method": "n-gram"},
     "num_speculative_tokens": {"method": "ngram"}, "model": {**NGRAM, "method": "eagle"},
-    "disable_by_batch_size": {**NGRAM, "disable_by_batch_size": "3"}, "speculative_config": [1],
+    "num_spec": {**NGRAM, "num_speculative_tokens": "3"}, "speculative_config": [1],
     "prompt_lookup_min": {**NGRAM, "prompt_lookup_max": 2, "prompt_lookup_min": 3},
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ vllm/v1/executor/multiproc_executor.py (V1).
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import pickle
 import socket
@@ -166,13 +167,13 @@ def end(
                 process.wait(5)
     except (RuntimeError, TimeoutError, subprocess.TimeoutExpired):
         pass  # a rank is lost, or stands still
+    for process in processes.values():
+        process.kill()
+        process.wait()
     calls.put(None)
     # A thread that is still in C++ code when Python ends would abort the process.
     thread.join(5)
     groups.clear()
-    for process in processes.values():
-        process.kill()
-        process.wait()
 
 
 def launch_everywhere(runner: Any, step: SchedulerOutput) -> Any:
@@ -282,6 +283,9 @@ def work(store: dist.Store, rank: int, size: int) -> None:
     except RuntimeError as error:
         if "onnection" not in str(error):  # closed, reset, refused: rank 0 has ended
             raise
+    finally:
+        del runner
+        gc.collect()  # its groups have threads, which must end before Python does
 
 
 if __name__ == "__main__":

@@ -173,8 +173,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def resolve_folder(model: str | Path | None, default: Path = DEMO_MODEL) -> Path:
-    """The folder that holds `model`: `default` (None), a local folder, or a download. nanoserve/demo
-    and its folders are found beside this package, from wherever a program runs."""
+    """The folder that holds `model`: `default` (None), a local folder, or a download.
+    nanoserve/demo and its folders are found beside this package, from wherever a program runs."""
     if model is None:
         return default
     folder = Path(model).expanduser()

@@ -12,7 +12,6 @@ vLLM: vllm/v1/sample/logits_processor/state.py, v1/worker/gpu_input_batch.py (V1
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
@@ -136,13 +135,14 @@ class ProcessingRunner(ModelRunner):
             seq_id, start = int(states.seq_ids[row]), states.num_prompt_tokens[row]
             prompt, output = states.token_ids[row, :start], states.token_ids[row, start:end]
             requests[seq_id + int(branch)] = self.params_of[seq_id], prompt, output.tolist()
+        return replace(batch, mask=partial(self.process, requests, batch.mask))
+
+    def process(self, requests: Any, mask: Any, logits: Tensor) -> Tensor:
+        """Logits of the step -> what the processors make of them. (A later step may have been
+        launched meanwhile.)"""
         batch_update = self.persistent_batch.update(requests)
         for processor in self.processors:
             processor.update_state(batch_update)
-        return replace(batch, mask=partial(self.process, batch.mask))
-
-    def process(self, mask: Callable[[Tensor], Tensor] | None, logits: Tensor) -> Tensor:
-        """Logits of the step -> what the processors make of them."""
         logits = (logits if mask is None else mask(logits)).clone()
         for processor in self.processors:
             logits = processor.apply(logits)

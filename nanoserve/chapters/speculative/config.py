@@ -5,9 +5,9 @@ speculative_config is a dict (or its JSON text, on the command line) with vLLM's
     LLM(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
     --speculative-config '{"method": "suffix"}'
 
-*When?* More tokens in a step cost time when the batch is large. `disable_by_batch_size` is a limit
-for running sequences; num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 16, 1], [17, 64, 0]]
-means 3 drafts for each of up to 4 sequences, 1 for up to 16, and none for more.
+*When?* More tokens in a step cost time when the batch is large.
+num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 16, 1], [17, 64, 0]] means 3 drafts for each of
+up to 4 running sequences, 1 for up to 16, and none for more.
 
 Left out: vLLM's other methods, quantized drafters, drafters on several ranks.
 
@@ -42,7 +42,6 @@ class SpeculativeConfig(OptionDict):
     suffix_decoding_max_cached_requests: int = 10000  # whose outputs are kept
     suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token of context
     suffix_decoding_min_token_prob: float = 0.1  # of a draft, by counting
-    disable_by_batch_size: int | None = None  # running sequences above which nothing is drafted
     num_speculative_tokens_per_batch_size: Any = ()  # [[from, to, k], ...], in ascending order
     # strict: the target's own sample must be the draft. The tokens are those of plain decoding.
     # standard (vLLM's): RejectionSampler. Accepts more; the distribution is that of plain decoding.
@@ -73,7 +72,6 @@ class SpeculativeConfig(OptionDict):
 
     def num_tokens_for(self, batch_size: int) -> int:
         """How many drafts a sequence may get while so many sequences run."""
-        table, most = self.num_speculative_tokens_per_batch_size, self.disable_by_batch_size
+        table = self.num_speculative_tokens_per_batch_size
         found = [number for start, _, number in table if start <= batch_size]
-        number = min([self.num_speculative_tokens, *found[-1:]])
-        return 0 if most and batch_size > most else number
+        return min([self.num_speculative_tokens, *found[-1:]])

@@ -43,6 +43,12 @@ class VllmConfig(EngineConfig):
     # {"torch_profiler_dir": folder} for the traces of start_profile.
     profiler_config: dict | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stages, runner = (getattr(self, "pipeline_parallel_size", 1), getattr(self, "runner", ""))
+        if self.logprobs_mode != "raw_logprobs" and (stages > 1 or runner == "pooling"):
+            raise ValueError("logprobs_mode: logits are processed on one stage, for text only.")
+
 
 class VllmEngine(LLMEngine):
     def __init__(self, config: Any) -> None:
@@ -51,10 +57,9 @@ class VllmEngine(LLMEngine):
         found = {**found, **(config.override_generation_config or {})}
         self.model_config = replace(self.model_config, generation_config=found)
         if template := config.chat_template:
-            is_text = "{" in template
-            text = template if is_text else Path(template).read_text(encoding="utf-8")
             self.tokenizer = self.input_processor.tokenizer = copy(self.tokenizer)
-            self.tokenizer.chat_template = text
+            is_file = "{" not in template
+            self.tokenizer.chat_template = Path(template).read_text() if is_file else template
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -68,11 +73,7 @@ def download(config: Any) -> Any:
         return config
     from huggingface_hub import snapshot_download
 
-    try:
-        folder = snapshot_download(str(model), allow_patterns=HUB_FILES, **how)
-    except Exception as error:  # of many types, with one meaning: no model
-        raise ValueError(f"the hub did not deliver {str(model)!r} with {how}: {error}") from error
-    return replace(config, model=folder)
+    return replace(config, model=snapshot_download(model, allow_patterns=HUB_FILES, **how))
 
 
 class VllmRunner(ModelRunner):
@@ -89,8 +90,7 @@ class VllmRunner(ModelRunner):
 
     def draw(self, input_batch: Any, hidden: Any) -> Any:
         sampled = super().draw(input_batch, hidden)
-        is_raw = self.config.logprobs_mode == "raw_logprobs"
-        if is_raw or sampled is None or sampled.logprobs is None:
+        if self.config.logprobs_mode == "raw_logprobs" or not (sampled and sampled.logprobs):
             return sampled
         logits, batch = self.chosen_from
         if not batch.is_greedy:
@@ -119,20 +119,11 @@ class VllmLLM(LLM):
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool = True) -> list[Any]:
         """Complete what was enqueued; the outputs in its order."""
-        requests, self.enqueued = self.enqueued, ()
+        requests = self.enqueued
         steps = tqdm(self.run_requests(requests), desc="Prompts", disable=not use_tqdm)
         outputs = {output.request_id: output for output in steps}
+        self.enqueued = self.enqueued[len(requests) :]
         return [outputs[each.request_id] for each in requests if each.request_id in outputs]
-
-    def generate(
-        self, prompts: Any, *args: Any, tokenization_kwargs: Any = None, **options: Any
-    ) -> Any:
-        if tokenization_kwargs:
-            tokenize = self.llm_engine.input_processor.tokenize
-            texts = [prompts] if isinstance(prompts, str) else prompts
-            found = [(text, tokenize(text, **tokenization_kwargs)) for text in texts]
-            prompts = [{"prompt": text, "prompt_token_ids": ids} for text, ids in found]
-        return super().generate(prompts, *args, **options)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], of this process. Raises ValueError on several ranks."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import logging
 import os
 import socket
 import sys
@@ -78,6 +79,8 @@ def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         else socket.create_server((args.host, args.port), family=family)
     )
     sys.setswitchinterval(SWITCH_INTERVAL)
+    logging.getLogger("nanoserve").addHandler(logging.StreamHandler())
+    logging.getLogger("nanoserve").setLevel(logging.INFO)
     llm, app = make_app(args, options)
     with llm:
         config.app = app
@@ -108,6 +111,8 @@ def make_app(args: Any, options: dict[str, Any]) -> tuple[AsyncLLM, Any]:
 def make_llm(options: dict[str, Any], max_num_queued_reqs: int) -> AsyncLLM:
     """The engine of a server: it counts, and the page can watch its scheduler."""
     options = {"scheduler_cls": WatchedScheduler, **options}
+    if options.get("model") is None:  # the demo: few blocks, so that the page has something to show
+        options.setdefault("num_gpu_blocks_override", 64)
     if "metrics" in CHAPTERS and "disable_log_stats" not in options:
         options.setdefault("collect_metrics", True)
     return AsyncLLM(max_num_queued_reqs=max_num_queued_reqs, **options)
