@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.chapters.hybrid_kv.groups import KVCacheGroup, make_groups
-from nanoserve.chapters.hybrid_kv.managers import HybridBlockManager
+from nanoserve.chapters.hybrid_kv.managers import HybridBlockManager  # noqa: F401 (a part)
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
 from nanoserve.input_batch import InputBatch, StepArrays
@@ -59,8 +59,6 @@ class HybridConfig(EngineConfig):
 
 
 class HybridEngine(LLMEngine):
-    block_manager: HybridBlockManager
-
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         manager, longest = self.block_manager, self.config.max_model_len
@@ -72,8 +70,6 @@ class HybridEngine(LLMEngine):
 
 
 class HybridScheduler(Scheduler):
-    block_manager: HybridBlockManager
-
     def schedule(self) -> SchedulerOutput:
         """First of all, blocks behind the windows become free."""
         for seq in self.running:

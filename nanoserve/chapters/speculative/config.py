@@ -6,8 +6,8 @@ speculative_config is a dict (or its JSON text, on the command line) with vLLM's
     --speculative-config '{"method": "suffix"}'
 
 *When?* More tokens in a step cost time when the batch is large.
-num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 16, 1], [17, 64, 0]] means 3 drafts for each of
-up to 4 running sequences, 1 for up to 16, and none for more.
+num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 16, 1], [17, 64, 0]] means 3 drafts for each
+of up to 4 running sequences, 1 for up to 16, and none for more.
 
 Left out: vLLM's other methods, quantized drafters, drafters on several ranks.
 

@@ -45,9 +45,8 @@ class VllmConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        stages, runner = (getattr(self, "pipeline_parallel_size", 1), getattr(self, "runner", ""))
-        if self.logprobs_mode != "raw_logprobs" and (stages > 1 or runner == "pooling"):
-            raise ValueError("logprobs_mode: logits are processed on one stage, for text only.")
+        if self.logprobs_mode != "raw_logprobs" and getattr(self, "pipeline_parallel_size", 1) > 1:
+            raise ValueError("logprobs_mode: with stages, logprobs are the model's own.")
 
 
 class VllmEngine(LLMEngine):
@@ -90,7 +89,7 @@ class VllmRunner(ModelRunner):
 
     def draw(self, input_batch: Any, hidden: Any) -> Any:
         sampled = super().draw(input_batch, hidden)
-        if self.config.logprobs_mode == "raw_logprobs" or not (sampled and sampled.logprobs):
+        if self.config.logprobs_mode == "raw_logprobs" or not getattr(sampled, "logprobs", None):
             return sampled
         logits, batch = self.chosen_from
         if not batch.is_greedy:

@@ -32,6 +32,10 @@ Json = dict[str, Any]
 Prompts = str | list[int] | list[str] | list[list[int]]
 
 
+# Fields of vLLM that would change the answer; of any other unknown one there is a line in the log.
+UNSUPPORTED = ("suffix", "truncate_prompt_tokens", "use_beam_search", "chat_template")
+
+
 class OpenAIBaseModel(BaseModel):
     """The body of a request."""
 
@@ -49,6 +53,8 @@ class OpenAIBaseModel(BaseModel):
         for name in unknown:
             if near := get_close_matches(name, cls.model_fields, n=1, cutoff=0.85):
                 raise ValueError(f"there is no field {name!r}. Did you mean {near[0]!r}?")
+        if wrong := [name for name in UNSUPPORTED if body.get(name)]:
+            raise ValueError(f"{wrong} would change the answer, and is not supported.")
         if unknown:
             logger.info("ignored fields of a request: %s", ", ".join(unknown))
         return {name: value for name, value in body.items() if value is not None}
@@ -95,6 +101,10 @@ class GenerationRequest(OpenAIBaseModel):
         """recommended: the model's generation_config.json. Raises ValueError or TypeError."""
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs and stream do not go together.")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options needs stream=true.")
+        if getattr(self, "top_logprobs", 0) and not getattr(self, "logprobs", None):
+            raise ValueError("top_logprobs needs logprobs=true.")
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
         values = {name: getattr(self, name) for name in names - {"structured_outputs"}}
         given = {name: value for name, value in values.items() if value is not None} | own
