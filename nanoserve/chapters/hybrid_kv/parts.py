@@ -93,11 +93,11 @@ class SharedSpec(KVCacheSpec):
 
     num_groups: int = 1
 
-    def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        return self.num_groups * super().num_bytes(block_size, dtype)
-
     def allocate(self, num_blocks: int, *shape: Any) -> KVCache:
-        return super().allocate(self.num_groups * num_blocks, *shape)
+        kv_cache = super().allocate(self.num_groups * num_blocks, *shape)
+        for tensor in kv_cache:
+            tensor[-1:].zero_()  # the null block
+        return kv_cache
 
 
 @dataclass(frozen=True)
