@@ -42,6 +42,7 @@ logger = logging.getLogger("nanoserve")
 WARM_UP_LENGTHS = (1, 2, 32, 64)
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
 SCALE_DTYPE = torch.float32  # of the scales of keys and values of 8 bits
+LAZY = 2**26  # bytes from which on a system gives new pages, which are zeros, and no old ones
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CPU = torch.device("cpu")
 
@@ -68,13 +69,16 @@ class KVCacheSpec:
 
         In memory the heads of a block come before its slots, so that the keys that one head reads
         of a block lie together. On a CPU they take up memory only where they are written, so a
-        cache may be larger than what a run needs of it.
+        cache may be larger than what a run needs of it. All are zeros.
         """
         parts = [(self.key_dim, dtype), (self.value_dim, dtype)]
         parts += [(1, SCALE_DTYPE)] * 2 if dtype.itemsize == 1 else []
         shape = (num_blocks, self.num_kv_heads, block_size)
-        empty = (torch.empty(*shape, n, dtype=kind, device=device) for n, kind in parts)
-        return tuple(tensor.transpose(1, 2) for tensor in empty)
+        tensors = [torch.empty(*shape, n, dtype=kind, device=device) for n, kind in parts]
+        for tensor in tensors:  # what is masked is read, too, and must not be NaN
+            if device.type == "cuda" or tensor.nbytes < LAZY:
+                tensor.zero_()
+        return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
 def make_kv_caches(runner: ModelRunner, num_rows: int) -> tuple[list[KVCache], list[KVCache]]:
