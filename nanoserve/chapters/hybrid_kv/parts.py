@@ -94,10 +94,7 @@ class SharedSpec(KVCacheSpec):
     num_groups: int = 1
 
     def allocate(self, num_blocks: int, *shape: Any) -> KVCache:
-        kv_cache = super().allocate(self.num_groups * num_blocks, *shape)
-        for tensor in kv_cache:
-            tensor[-1:].zero_()  # the null block
-        return kv_cache
+        return super().allocate(self.num_groups * num_blocks, *shape)
 
 
 @dataclass(frozen=True)
