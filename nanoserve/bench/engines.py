@@ -183,8 +183,7 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.process.communicate(timeout=60)  # its input ends; it ends the processes of its own
 
 
 def serve_parent() -> None:
