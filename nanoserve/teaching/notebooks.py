@@ -75,7 +75,8 @@ def store(file: Path) -> None:
 
 
 def copy_for_students(folder: Path) -> int:
-    """Every notebook, without outputs; how many. Raises ValueError if this would write over the readers'."""
+    """Copy every notebook, without outputs. Returns how many these are. Raises ValueError if this
+    would write over those of the readers."""
     if folder.resolve() == NOTEBOOKS:
         raise ValueError(f"{folder} holds the notebooks with outputs; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)

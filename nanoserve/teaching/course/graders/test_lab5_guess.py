@@ -106,7 +106,7 @@ def test_5_4_a_guess_that_nobody_drew(mine: Any) -> None:
 
 
 def test_5_4_recover_decides_and_nothing_is_left(mine: Any) -> None:
-    draws = []
+    draws: list[Tensor] = []
     for _ in range(2):
         torch.manual_seed(len(draws))
         draws.append(shares(mine, P, Q, 1))
