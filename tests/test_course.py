@@ -25,6 +25,7 @@ MISTAKES = [
     (1, "seq.extra_keys", "None", "1.6"),
     (1, "(seq.num_tokens - 1)", "seq.num_tokens", "1.7"),
     (1, "break", "continue", "1.7"),
+    (1, " if self.enable_prefix_caching else 0", "", "1.7"),
     (1, "reversed(", "list(", "1.8"),
     (2, "self.max_chunk, step.budget)", "self.max_chunk)", "2.1"),
     (2, "            return 0", "            pass", "2.1"),
@@ -123,7 +124,7 @@ def check_mistake(folder: Path, lab: int, right: str, wrong: str, task: str) -> 
     assert lost <= {task, *TOGETHER}
 
 
-@pytest.mark.parametrize(("lab", "right", "wrong", "task"), MISTAKES[:10])
+@pytest.mark.parametrize(("lab", "right", "wrong", "task"), MISTAKES[:11])
 def test_a_mistake_costs_points_where_it_was_made(
     tmp_path: Path, lab: int, right: str, wrong: str, task: str
 ) -> None:
@@ -131,11 +132,51 @@ def test_a_mistake_costs_points_where_it_was_made(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lab", "right", "wrong", "task"), MISTAKES[10:])
+@pytest.mark.parametrize(("lab", "right", "wrong", "task"), MISTAKES[11:])
 def test_a_mistake_in_a_later_lab(
     tmp_path: Path, lab: int, right: str, wrong: str, task: str
 ) -> None:
     check_mistake(tmp_path, lab, right, wrong, task)
+
+
+def output_of(folder: Path, lab: int, right: str, wrong: str, task: str) -> str:
+    """What the student of this mistake reads of a task."""
+    assert right in solution_of(lab)
+    results = grade(folder, lab, solution_of(lab).replace(right, wrong), "-k", task)
+    return " ".join(each["output"] for each in results)
+
+
+def test_a_draw_without_the_given_random_number_is_told_so(tmp_path: Path) -> None:
+    drawn = """.double().cumsum(dim=1)
+    drawn = torch.searchsorted(rest, recover[:, None] * rest[:, -1:], right=True)[:, 0]"""
+    said = output_of(tmp_path, 5, drawn, "\n    drawn = torch.multinomial(rest, 1)[:, 0]", "5_4")
+    assert "draw with `recover`" in said
+
+
+def test_an_option_that_is_no_field_is_told_why(tmp_path: Path) -> None:
+    said = output_of(tmp_path, 9, "@dataclass(frozen=True)", "", "9_1")
+    assert "an annotation, and the class @dataclass(frozen=True)?" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("user", "task"), [("Ada", "9_3"), (None, "9_5")])
+def test_a_chapter_that_drops_requests_is_not_better(
+    tmp_path: Path, user: str | None, task: str
+) -> None:
+    """Less work needs fewer steps. The users of 9.3 have names, those of 9.5 have none."""
+    drops = f"""
+    def schedule(self) -> Any:
+        users = [seq for seq in self.waiting if seq.extra_keys == {user!r}]
+        if getattr(self.config, "short_first", False) and len(users) > 1:
+            self.finish(users[-1].seq_id, SequenceStatus.FINISHED_ABORTED)
+        return super().schedule()
+"""
+    head = "class ShortScheduler(Scheduler):"
+    imports = "from nanoserve.sequence import Sequence"
+    source = solution_of(9).replace(head, head + drops)
+    source = source.replace(imports, imports + ", SequenceStatus")
+    results = grade(tmp_path, 9, source, "-k", task)
+    assert [each["score"] for each in results] == [0], results
 
 
 def test_the_first_function_is_green_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import nanoserve
+from nanoserve.teaching.lesson import check
 from nanoserve.teaching.notebooks import code_cells, copy_for_students, read, run_cell
 from nanoserve.teaching.page import make_page
 
@@ -91,12 +92,39 @@ def test_a_chinese_edition_has_the_same_code_and_the_whole_text(file: Path) -> N
 
 
 def test_students_get_no_outputs(tmp_path: Path) -> None:
-    copy_for_students(tmp_path)
+    number = copy_for_students(tmp_path)
     copies = sorted(tmp_path.iterdir())
+    assert len(copies) == number
     assert [file.name for file in copies] == sorted(file.name for file in (*ENGLISH, *CHINESE))
     assert not any(cell["outputs"] for file in copies for cell in code_cells(read(file)))
     with pytest.raises(ValueError, match="another folder"):
         copy_for_students(FOLDER)
+
+
+def test_a_wrong_guess_never_stops_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    hints = {(4, 16, 32): "There are sizes between.", 4: "Less."}
+    for guess in ([4, 16, 32], {"A"}, {"A": 1}, 4):
+        check(guess, (4, 16, 24), hints)
+    check([4, 16, 24], (4, 16, 24), hints)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:3] for line in lines] == ["Not"] * 4 + ["Rig"]
+    assert hints[4, 16, 32] in lines[0] and hints[4] in lines[3]
+
+
+LABELS = [*Path(nanoserve.__file__).parent.rglob("*.zh-CN.md"), *FOLDER.glob("*.zh-CN.*")]
+
+
+@pytest.mark.parametrize("file", LABELS, ids=lambda file: file.name)
+def test_a_chinese_label_closes(file: Path) -> None:
+    """In CommonMark, bold that ends in a point does not close before a letter: a space helps."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".ipynb":
+        text = "\n".join(texts(read(file)))
+    text = re.sub(r"```.*?```|`[^`\n]*`", "`", text, flags=re.DOTALL)
+    for line in text.splitlines():
+        parts = line.split("**")
+        for bold, behind in zip(parts[1::2], parts[2::2], strict=False):
+            assert re.match(r"\w", bold[-1:]) or not re.match(r"\w", behind), f"{bold}**{behind}"
 
 
 @pytest.mark.slow

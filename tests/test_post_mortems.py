@@ -11,6 +11,7 @@ import pytest
 from nanoserve.block_manager import BlockManager
 from nanoserve.teaching.course.toy import ToyEngine, make_sequence
 from nanoserve.teaching.post_mortems import NAMES
+from nanoserve.teaching.post_mortems.__main__ import main
 
 FOLDER = Path(__file__).parent.parent / "nanoserve" / "teaching" / "post_mortems"
 # What the user of the demo model sees: the last answer of the right engine, of the broken one.
@@ -86,6 +87,17 @@ def test_a_query_sees_every_key_up_to_its_own() -> None:
     rule(AttentionBackend().plan(step, 4, torch.float32).plan[0], num_computed=8)
     with pytest.raises(AssertionError):
         rule(OwnPassOnly().plan(step, 4, torch.float32).plan[0], num_computed=8)
+
+
+@pytest.mark.slow
+def test_a_second_act_that_looks_repaired_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo model answers right, and the test of the story does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["post_mortems", "stale_hash"])
+        main()
+    said = capsys.readouterr().out
+    assert "second act A again: 17 + 25 = 42" in said
+    assert "second act, the test: A again says" in said
 
 
 @pytest.mark.slow

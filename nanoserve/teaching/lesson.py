@@ -42,12 +42,17 @@ def prompt(llm: LLM, name: str) -> list[int]:
     return processor.render_chat(messages, add_generation_prompt=True)["prompt_token_ids"]
 
 
-def serve(llm: LLM, requests: Mapping[str, int | tuple[int, int]], **params: Any) -> dict[str, str]:
+def serve(
+    llm: LLM,
+    requests: Mapping[str, int | tuple[int, int]],
+    salts: Mapping[str, str] | None = None,
+    **params: Any,
+) -> dict[str, str]:
     """Run these requests to their ends; the answers by name.
 
     requests: name -> how many tokens at most, or (how many, at which step it arrives, from 1). A
-    name such as "X: How are you?" has a question of its own, "A2" that of A. `params` are those of
-    SamplingParams; without any, the answers are greedy.
+    name such as "X: How are you?" has a question of its own, "A2" that of A. salts: name -> its
+    `cache_salt`. `params` are those of SamplingParams; without any, the answers are greedy.
     """
     due = {name: how if isinstance(how, tuple) else (how, 1) for name, how in requests.items()}
     answers: dict[str, str] = {}
@@ -57,7 +62,8 @@ def serve(llm: LLM, requests: Mapping[str, int | tuple[int, int]], **params: Any
             most, _ = due.pop(name)
             chosen = SamplingParams(**{"temperature": 0, "max_tokens": most, **params})
             request_id, _, question = name.partition(": ")
-            llm.add_request(request_id, prompt(llm, question or name[0]), chosen)
+            asked = {"prompt_token_ids": prompt(llm, question or name[0])}
+            llm.add_request(request_id, {**asked, "cache_salt": (salts or {}).get(name)}, chosen)
         for output in llm.step():
             answers[output.request_id] = output.outputs[0].text
         step += 1
@@ -83,10 +89,13 @@ def source(*parts: Any) -> Source:
 
 
 def check(guess: Any, answer: Any, hints: Mapping[Any, str] | None = None) -> None:
-    """Print whether a guess is right. `hints` say of a wrong guess what it would be right for."""
+    """Print whether a guess is right; a list counts as a tuple. `hints` say of a wrong guess what
+    it would be right for. Nothing that was guessed stops a notebook."""
+    guess, right = (tuple(x) if isinstance(x, list) else x for x in (guess, answer))
     if guess is None:
         print(f"The engine says: {answer!r}. (You made no guess.)")
-    elif guess == answer:
+    elif guess == right:
         print(f"Right: {answer!r}.")
     else:
-        print(f"Not {guess!r}. {(hints or {}).get(guess, '')} The engine says: {answer!r}.")
+        hint = "".join(text for wrong, text in (hints or {}).items() if wrong == guess)
+        print(f"Not {guess!r}. {hint} The engine says: {answer!r}.")

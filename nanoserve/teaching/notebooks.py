@@ -74,16 +74,19 @@ def store(file: Path) -> None:
         write(translated, chinese)
 
 
-def copy_for_students(folder: Path) -> None:
-    """Every notebook, without outputs. Raises ValueError if this would write over the readers'."""
+def copy_for_students(folder: Path) -> int:
+    """Copy every notebook, without outputs. Returns how many these are. Raises ValueError if this
+    would write over those of the readers."""
     if folder.resolve() == NOTEBOOKS:
         raise ValueError(f"{folder} holds the notebooks with outputs; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    for file in NOTEBOOKS.glob("*.ipynb"):
+    files = sorted(NOTEBOOKS.glob("*.ipynb"))
+    for file in files:
         notebook = read(file)
         for cell in code_cells(notebook):
             cell["outputs"] = []
         write(notebook, folder / file.name)
+    return len(files)
 
 
 if __name__ == "__main__":
@@ -93,6 +96,6 @@ if __name__ == "__main__":
                 if not each.name.endswith(".zh-CN.ipynb"):
                     store(each)
         case ["students", name]:
-            copy_for_students(Path(name))
+            print(f"{copy_for_students(Path(name))} notebooks are in {Path(name).resolve()}")
         case _:
             sys.exit(__doc__)

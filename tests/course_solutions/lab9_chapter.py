@@ -1,4 +1,4 @@
-"""Shortest prompt first, for those that wait, with a limit to how often one is overtaken."""
+"""Shortest prompt first. (A long one may wait for as long as short ones come.)"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -21,11 +21,17 @@ def main() -> None:
         if args.pictures:
             module.picture().save(args.pictures / f"{name}.svg")
             continue
-        print(f"\n{module.__doc__}")
+        print(f"\n{name}")
         acts = {"right": {}, "broken": module.BROKEN, "second act": getattr(module, "SECOND", None)}
         for act, parts in acts.items():
             for key, value in (module.story(**parts) if parts is not None else {}).items():
                 print(f"{act:<12}{key}: {value}")
+        if second := acts["second act"]:
+            try:
+                module.test(**second)
+            except AssertionError as error:
+                print(f"second act, the test: {error}")
+        print(f"\n{module.__doc__}")
 
 
 if __name__ == "__main__":

@@ -169,12 +169,17 @@ def test_1_7_the_last_token_is_computed_in_any_case(mine: Any) -> None:
         )
 
 
-def test_1_7_nothing_behind_a_miss(mine: Any) -> None:
+def test_1_7_nothing_behind_a_miss_or_without_a_cache(mine: Any) -> None:
     manager, seq = mine("MyManager", "get_computed_blocks")(8, 4), make_sequence(range(12), 1)
     start(manager, range(12))
     manager.pool.uncache(manager.block_tables[0][0])
     got = manager.get_computed_blocks(seq)
     assert got == [], f"the first block is not cached, so no block is: you found {got}"
+    manager = mine("MyManager", "get_computed_blocks")(8, 4)
+    start(manager, range(12))
+    manager.enable_prefix_caching = False
+    got = manager.get_computed_blocks(make_sequence(range(12), 1))
+    assert got == [], f"enable_prefix_caching is False: nothing is hit, and you found {got}"
 
 
 def test_1_8_the_last_block_is_reused_first(mine: Any) -> None:

@@ -105,7 +105,12 @@ def test_5_4_a_guess_that_nobody_drew(mine: Any) -> None:
     check_shares(shares(mine, P, torch.tensor([0.0, 1.0, 0.0]), 1), P, "q is 1 at the draft")
 
 
-def test_5_4_nothing_is_left(mine: Any) -> None:
+def test_5_4_recover_decides_and_nothing_is_left(mine: Any) -> None:
+    draws: list[Tensor] = []
+    for _ in range(2):
+        torch.manual_seed(len(draws))
+        draws.append(shares(mine, P, Q, 1))
+    assert torch.equal(*draws), "the same accept and recover, another result: draw with `recover`"
     tokens = mine("rejection_sample")(
         P[None], P[None], torch.tensor([1]), torch.tensor([1.0]).double(), torch.tensor([0.9])
     )

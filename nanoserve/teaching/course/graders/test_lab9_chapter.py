@@ -14,8 +14,9 @@ from nanoserve.scheduler import Scheduler
 from nanoserve.teaching.course.graders import answers
 from nanoserve.tools.check_blocks import check_blocks
 
-# Seven blocks of 4: shared prefixes, chunks, and a preemption.
+# Sixteen blocks of 4: shared prefixes, chunks, a preemption, and a user with most of the requests.
 REQUESTS = {"A": 12, "B": (12, 2), "C": (8, 3), "D": (8, 4), "A2": (6, 9)}
+SALTS = {"salts": {**dict.fromkeys(REQUESTS, "Ada"), "D": "Bob"}}
 TIGHT = {"num_blocks": 16, "max_num_batched_tokens": 12, "max_num_seqs": 3}
 
 
@@ -40,7 +41,26 @@ def run(options: Mapping[str, Any]) -> tuple[dict[str, str], list[Any]]:
     """The answers, and what each step was."""
     steps: list[Any] = []
     scheduler_cls = watch(options.get("scheduler_cls", Scheduler), steps)
-    return answers(REQUESTS, **{**TIGHT, **options, "scheduler_cls": scheduler_cls}), steps
+    return answers(REQUESTS, SALTS, **{**TIGHT, **options, "scheduler_cls": scheduler_cls}), steps
+
+
+def note_ends(base: type[Scheduler], ends: list[Any]) -> type[Scheduler]:
+    """The same scheduler, which notes all tokens of each sequence that ends."""
+
+    class Noting(base):  # type: ignore[misc, valid-type]
+        def finish(self, seq_id: int, status: Any) -> None:
+            if seq_id in self.sequences:
+                ends.append(list(self.sequences[seq_id].token_ids))
+            super().finish(seq_id, status)
+
+    return Noting
+
+
+def number_and_ends(mine: Any, is_on: bool) -> tuple[float, list[Any]]:
+    """What measure returns, and the tokens of all sequences of its runs."""
+    options, ends = chapter(mine, is_on), list[Any]()
+    options["scheduler_cls"] = note_ends(options.get("scheduler_cls", Scheduler), ends)
+    return mine("measure")(**options), sorted(ends)
 
 
 def test_9_1_each_class_is_a_part(mine: Any) -> None:
@@ -60,7 +80,10 @@ def test_9_1_one_option_switches_it_on(mine: Any) -> None:
     core = {each.name for each in fields(LLMEngine.config_cls)}
     assert len(given) == 1, f"one option switches it on, not {list(given)}"
     for name, value in given.items():
-        assert name in own and name not in core, f"{name!r} is no new field of your config class"
+        assert name in own and name not in core, (
+            f"{name!r} is no new field of your config class: "
+            "has it an annotation, and the class @dataclass(frozen=True)?"
+        )
         assert own[name] != value, f"{name} is on by default"
 
 
@@ -80,7 +103,7 @@ def test_9_2_the_engine_is_the_old_one_while_it_is_off(mine: Any) -> None:
 def test_9_3_the_engine_gives_the_same_tokens(mine: Any) -> None:
     found, wanted = run(chapter(mine, True))[0], run({})[0]
     for name, text in wanted.items():
-        assert found.get(name) == text, f"{name} says {found.get(name)!r}, and alone {text!r}"
+        assert found.get(name) == text, f"{name} says {found.get(name)!r}, and without it {text!r}"
 
 
 @pytest.mark.points(2)
@@ -92,7 +115,8 @@ def test_9_4_the_engine_takes_another_chapter_beside_it(mine: Any) -> None:
 
 @pytest.mark.points(3)
 def test_9_5_the_engine_is_better_for_it(mine: Any) -> None:
-    off, on = (mine("measure")(**chapter(mine, is_on)) for is_on in (False, True))
+    (off, wanted), (on, found) = (number_and_ends(mine, is_on) for is_on in (False, True))
+    assert found == wanted, "with your chapter other requests of measure end, or with other tokens"
     assert on < off, f"with your chapter the number is {on}, without it {off}: it does not help"
     again = mine("measure")(**chapter(mine, True))
     assert again == on, f"the same run gives {on}, and then {again}: count, do not time"
@@ -101,7 +125,7 @@ def test_9_5_the_engine_is_better_for_it(mine: Any) -> None:
 @pytest.mark.points(3)
 def test_9_6_the_engine_with_a_mistake_is_known(mine: Any) -> None:
     mine("check")(**chapter(mine, True))
-    broken = {**mine("sabotage")(), **mine("switch")()}
+    broken = {**chapter(mine, True), **mine("sabotage")()}
     try:
         mine("check")(**broken)
     except AssertionError:

@@ -8,8 +8,9 @@ nanoserve/chapters/metrics/parts.py for one of medium size.
 
 from typing import Any
 
-# Yours: a subclass of EngineConfig with one option, whose default means off; subclasses of
-# Scheduler, BlockManager, ModelRunner, ...; each overrides small public methods and calls super().
+# Yours: a subclass of EngineConfig, @dataclass(frozen=True), with one option, whose default means
+# off; subclasses of Scheduler, BlockManager, ModelRunner, ...; each overrides small public methods
+# and calls super(). A number is `my_option: int | None = None`: a plain int must be 1 or more.
 
 
 def parts() -> dict[str, type]:
@@ -27,7 +28,8 @@ def measure(**options: Any) -> float:
 
     `options` are your parts, with the switch or without: small_llm(**options) of
     nanoserve.teaching.lesson is such an engine, and serve(llm, ...) runs requests. Count steps,
-    tokens or blocks, not seconds: a number that differs from run to run proves nothing.
+    tokens or blocks, not seconds: a number that differs from run to run proves nothing. All
+    requests end, with the same tokens as without your chapter.
     """
     raise NotImplementedError("Task 9.5")
 
