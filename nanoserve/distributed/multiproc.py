@@ -283,11 +283,9 @@ def work(store: dist.Store, rank: int, size: int) -> None:
     except RuntimeError as error:
         if "onnection" not in str(error):  # closed, reset, refused: rank 0 has ended
             raise
-    finally:
-        del runner
-        gc.collect()  # its groups have threads, which must end before Python does
 
 
 if __name__ == "__main__":
     port, rank, size = map(int, sys.argv[1:])
     work(dist.TCPStore("127.0.0.1", port, is_master=False), rank, size)
+    gc.collect()  # the groups have threads, which must end before Python does

@@ -16,7 +16,7 @@ import torch
 
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.native_cpu import bind_threads
-from nanoserve.kernels.threads import Team, most_threads
+from nanoserve.kernels.threads import Team, call_with_threads, most_threads
 from nanoserve.models.config import ModelConfig
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
@@ -34,7 +34,8 @@ class UniprocExecutor:
         most = most_threads(self.runner.model.num_bytes())
         if self.runner.device.type == "cpu" and most:
             team.most = min(most, torch.get_num_threads())
-            self.launch = partial(team.call, self.launch)
+            call = partial(call_with_threads, 1) if team.most == 1 else team.call
+            self.launch = partial(call, self.launch)
 
     def close(self) -> None:
         """Release the model and the KV cache. Closing twice does no harm."""

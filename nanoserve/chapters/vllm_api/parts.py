@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,12 +85,12 @@ class VllmRunner(ModelRunner):
                 self.chosen_from = (logits, batch)
                 return plain(logits, batch)
 
-            self.choose = choose
+            self.choose, self.draw = choose, partial(self.draw_processed, self.draw)
         return model
 
-    def draw(self, input_batch: Any, hidden: Any) -> Any:
-        sampled = super().draw(input_batch, hidden)
-        if self.config.logprobs_mode == "raw_logprobs" or not getattr(sampled, "logprobs", None):
+    def draw_processed(self, draw: Any, input_batch: Any, hidden: Any) -> Any:
+        sampled = draw(input_batch, hidden)
+        if not getattr(sampled, "logprobs", None):
             return sampled
         logits, batch = self.chosen_from
         if not batch.is_greedy:
