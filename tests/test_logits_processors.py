@@ -146,3 +146,20 @@ def test_parameters_are_checked_at_the_door() -> None:
         with pytest.raises(ValueError, match="bias must be"):
             llm.generate("A", SamplingParams(extra_args={"bias": 5}))
         assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_bias_goes_to_its_own_row(stages: int) -> None:
+    """With two stages a later step is launched before the logits of this one are there."""
+    biases = [{"bias": {i + 20: 50.0}} if i % 2 else None for i in range(4)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, extra_args=bias)
+        for bias in biases
+    ]
+    with LLM(logits_processors=[Bias], pipeline_parallel_size=stages) as llm:
+        outputs = llm.generate(PROMPTS[:4], params, use_tqdm=False)
+    with LLM() as plain:
+        wanted = plain.generate(PROMPTS[:4], params, use_tqdm=False)
+    for i in range(4):
+        own = [i + 20] * 6 if i % 2 else wanted[i].outputs[0].token_ids
+        assert outputs[i].outputs[0].token_ids == own

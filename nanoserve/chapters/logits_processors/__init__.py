@@ -16,7 +16,8 @@ one tensor, and is told which request has which row.
 object from step to step, and always holds the output so far. A request says what it wants in
 SamplingParams(extra_args={...}).
 
-An AdapterLogitsProcessor keeps the rows for you: it asks for a function for each request.
+An AdapterLogitsProcessor keeps the rows for you: it asks for a function for each request. What a
+class raises ends all requests of the step, since it is the engine's, and not of one request.
 
 Left out: processors that do not change the argmax run where the others do, before penalties and
 temperature (vLLM: after them); plugins that are found by entry points. Speculative decoding is
