@@ -96,7 +96,7 @@ def test_a_second_act_that_looks_repaired_is_not(capsys: pytest.CaptureFixture[s
         patch.setattr("sys.argv", ["post_mortems", "stale_hash"])
         main()
     said = capsys.readouterr().out
-    assert "second act A again: 17 + 25 = 42" in said
+    assert "second act  A again: 17 + 25 = 42" in said
     assert "second act, the test: A again says" in said
 
 
