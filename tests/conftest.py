@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores alone
@@ -37,6 +38,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     """On a CPU, Triton's interpreter runs the kernels, if it is told before Triton is imported."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a job in the background; Ctrl-C is tested
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not wants(config, "gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
