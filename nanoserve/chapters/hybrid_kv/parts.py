@@ -124,7 +124,6 @@ def choose_group(number: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 class HybridRunner(ModelRunner):
-    kv_cache_groups: list[KVCacheGroup]
     # Of graphs, for the groups behind the first: [groups, max tokens], [groups, max_num_seqs, ..].
     fixed_slots: Tensor
     fixed_tables: Tensor

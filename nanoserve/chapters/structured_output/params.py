@@ -45,6 +45,7 @@ class StructuredOutputsParams(OptionDict):
     json_object: bool | None = None  # True: any JSON object
     disable_any_whitespace: bool = False  # JSON without spaces and line breaks between its parts
     disable_additional_properties: bool = False  # changes nothing: see backend_xgrammar.py
+    whitespace_pattern: str | None = None  # refused: no backend here has it
     structural_tag: str | None = None  # JSON: free text, with parts that obey a schema
 
     def __post_init__(self) -> None:
@@ -58,6 +59,8 @@ class StructuredOutputsParams(OptionDict):
             raise ValueError(f"structured_outputs: {given[0]} cannot be {value!r}.")
         for each in self.choice or ():
             check_option("structured_outputs: each choice", each, str)
+        if self.whitespace_pattern is not None:
+            raise ValueError("structured_outputs: whitespace_pattern is not supported.")
 
     @property
     def key(self) -> tuple[str, str]:

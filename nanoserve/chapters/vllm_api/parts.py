@@ -108,7 +108,6 @@ class VllmLLM(LLM):
     """The engine is this process's alone: functions on the model run here."""
 
     enqueued: tuple[Any, ...] = ()
-    profile: Any = None
 
     def enqueue(self, prompts: Any, sampling_params: Any = None, **each: Any) -> list[str]:
         """Check these prompts and keep them for wait_for_completion; their request ids."""
