@@ -162,7 +162,7 @@ def limit_num_blocks(
         needed, found = (memory.describe_size(n * block_bytes) for n in (per_sequence, num_blocks))
         message = (
             f"one sequence of max_model_len={config.max_model_len} tokens needs {needed} of KV "
-            f"cache, and there are {found}, for {num_blocks * config.block_size} tokens. Lower "
+            f"cache, and there are {found}: {num_blocks} blocks. Lower "
             "max_model_len, or raise kv_cache_memory_bytes or gpu_memory_utilization."
         )
         if not (can_shorten and num_blocks):

@@ -16,9 +16,11 @@ same attention form groups, and each group has a block table of its own, over on
 
 A block behind the window is freed before the next step is scheduled. It stays in the prefix cache
 until it is taken. If all layers have the same attention there is one group; a model without windows
-then runs as without the chapter.
+then runs as without the chapter, with one block less: the null block.
 
-The name of the option is vLLM's. There its default is False, for models with windows.
+The name of the option is vLLM's, where it is resolved to False for models with windows. Here the
+core is what runs unless you say False. vLLM's names: GroupManager is SingleTypeKVCacheManager,
+HybridBlockManager is KVCacheCoordinator, a KVCacheGroup is a KVCacheGroupSpec.
 
     groups.py    which layers share a table, and how many blocks a sequence needs
     managers.py  who owns which block: one BlockManager a group, over one pool

@@ -89,7 +89,8 @@ class HybridScheduler(Scheduler):
 
 @dataclass(frozen=True)
 class SharedSpec(KVCacheSpec):
-    """A tensor for one layer of each group: in the place of a block it has one for each group."""
+    """A tensor for one layer of each group: in the place of a block it has one for each group. So
+    all numbers outside this chapter stay those of blocks of all layers."""
 
     num_groups: int = 1
 
