@@ -72,7 +72,6 @@ REFUSED = {
     ("pooling", "pipeline"): "a pooling model runs on one stage",
     ("speculative", "logits_processors"): "a draft has a row of logits, too",
     ("pooling", "logits_processors"): "vectors are no logits",
-    ("pooling", "hybrid_kv"): "they have not been tested together",
     ("pipeline", "hybrid_kv"): "each stage would have groups of its own",
     ("kv_offload", "hybrid_kv"): "the further levels know one block table of a sequence",
 }

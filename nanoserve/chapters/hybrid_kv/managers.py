@@ -163,12 +163,13 @@ class HybridBlockManager(BlockManager):
         """The longest prefix that all groups have, as one Column for each of its blocks."""
         if not self.enable_prefix_caching or seq.sampling_params.skip_reading_prefix_cache:
             return []
-        length, is_hit = (seq.num_tokens - 1) // self.block_size, False
+        length, groups, missing = (seq.num_tokens - 1) // self.block_size, self.groups, [0]
         hashes = self.hashes_of(seq, length)
-        while not is_hit:
-            found = [group.find_missing(hashes, length) for group in self.groups]
+        while missing:
+            found = [each.find_missing(hashes, length) for each in groups]
             missing = [index for index in found if index is not None]
-            length, is_hit = min(missing, default=length), not missing
+            length = min(missing, default=length)
+            groups = [each for each in groups if each.group.window]  # a full one has shorter ones
         return [*zip(*(each.find_prefix(hashes, length) for each in self.groups), strict=True)]
 
     def can_allocate(self, seq: Sequence, cached_blocks: list[Any]) -> bool:

@@ -88,11 +88,11 @@ class MetricsScheduler(Scheduler):
         self.ended: deque[Sequence] = deque()  # neither counted nor traced yet
         speculative = getattr(config, "speculative_config", None)
         num_drafts = speculative.num_speculative_tokens if speculative else 0
-        labels, manager = {"model_name": str(config.model or "demo"), "engine": "0"}, block_manager
+        labels, kv = {"model_name": str(config.model or "demo"), "engine": "0"}, block_manager
         gauges = {
             "num_requests_running": lambda: len(self.running),
             "num_requests_waiting": lambda: len(self.waiting) + len(self.swapped),
-            "kv_cache_usage_perc": lambda: 1 - len(manager.pool.free_queue) / manager.num_blocks,
+            "kv_cache_usage_perc": lambda: 1 - len(kv.pool.free_queue) / kv.pool.num_blocks,
         }
         numbers = load("numbers", "server")
         self.numbers = numbers.Numbers(labels, config.max_model_len, num_drafts, gauges)

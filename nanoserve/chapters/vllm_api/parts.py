@@ -58,8 +58,9 @@ class VllmEngine(LLMEngine):
         self.model_config = replace(self.model_config, generation_config=found)
         if template := config.chat_template:
             self.tokenizer = self.input_processor.tokenizer = copy(self.tokenizer)
-            is_file = "{" not in template
-            self.tokenizer.chat_template = Path(template).read_text() if is_file else template
+            self.tokenizer.chat_template = (
+                template if "{" in template else Path(template).read_text()
+            )
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -67,13 +68,12 @@ class VllmEngine(LLMEngine):
 
 def download(config: Any) -> Any:
     """The config with the folder of a model for which a version or a place was given."""
-    model = config.model
     how = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.hf_token}
-    if model is None or not any(how.values()) or Path(model).expanduser().is_dir():
+    if config.model is None or not any(how.values()) or Path(config.model).expanduser().is_dir():
         return config
     from huggingface_hub import snapshot_download
 
-    return replace(config, model=snapshot_download(model, allow_patterns=HUB_FILES, **how))
+    return replace(config, model=snapshot_download(config.model, allow_patterns=HUB_FILES, **how))
 
 
 class VllmRunner(ModelRunner):

@@ -105,8 +105,7 @@ class Models:
 
 def most_tokens(llm: AsyncLLM) -> int:
     """Of a request: the KV cache may hold fewer than max_model_len."""
-    config, num_blocks = llm.engine.config, llm.engine.block_manager.num_blocks
-    return min(config.max_model_len, num_blocks * config.block_size)
+    return llm.engine.input_processor.capacity
 
 
 def build_app(

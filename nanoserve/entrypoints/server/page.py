@@ -139,7 +139,7 @@ def describe_sequence(seq: Sequence, manager: Any, size: int) -> dict[str, Any]:
         "num_preemptions": seq.metrics.num_preemptions,
         "num_blocks": len(blocks),
         "block_table": blocks[:24],
-        "cells": f"{sum({1 << block // size for block in table}):x}",
+        "cells": f"{sum({1 << block // size for block in table if block >= 0}):x}",
     }
 
 
