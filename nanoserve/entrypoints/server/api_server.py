@@ -105,7 +105,9 @@ class Models:
 
 def most_tokens(llm: AsyncLLM) -> int:
     """Of a request: the KV cache may hold fewer than max_model_len."""
-    return llm.engine.input_processor.capacity
+    config, num_blocks = llm.engine.config, llm.engine.block_manager.num_blocks
+    held = min(num_blocks * config.block_size, llm.engine.input_processor.capacity)
+    return min(config.max_model_len, held)
 
 
 def build_app(
