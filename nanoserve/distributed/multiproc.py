@@ -140,6 +140,7 @@ class MultiprocExecutor:
         self.end()
         self.failure = self.failure or "the engine is closed."
         self.runner = None
+        gc.collect()  # the groups have threads, which must end before Python does
 
 
 def serve(calls: Calls) -> None:
