@@ -9,7 +9,7 @@ attention does the rest, one sequence after the other, in tiles of queries:
 The result is that of attention.AttentionBackend, the definition, but for rounding: half its time
 for a prompt, and no matrix of scores as large as the prompt squared.
 
-native_cpu.py reads the keys of decodes where they lie, in C++, and leaves prompts to this module.
+This is for a CPU without a C++ compiler: native_cpu.py reads the keys where they lie.
 
 Left out: several sequences in one call. They would have to be padded to equal lengths, and the
 copies of all would not fit into a cache: that took twice as long.
@@ -19,7 +19,6 @@ vLLM: vllm/attention/backends/torch_sdpa.py (V0); vllm/v1/attention/backends/cpu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,21 +35,13 @@ class TorchBackend(QuantizedReference):
     """Dense attention over keys that were copied together."""
 
     name = "torch"
-    min_queries = 1  # sequences with fewer are left to a subclass
-
-    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
-        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        each = enumerate(zip(starts, starts[1:], lengths, strict=False))
-        plan = [(seq, *rest) for seq, rest in each if rest[1] - rest[0] >= self.min_queries]
-        return replace(metadata, plan=plan)
 
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
     ) -> Tensor:
         output = query.new_empty(*query.shape[:2], kv_cache[1].shape[-1])
         heads = torch.arange(kv_cache[0].shape[2], device=query.device)[:, None]
-        for seq, start, end, seq_len in metadata.plan:
-            blocks = metadata.block_table[seq, : -(-seq_len // kv_cache[0].shape[1])]
+        for start, end, seq_len, blocks in metadata.plan:
             rows = (blocks * len(heads) + heads).flatten()
             keys, values, *scales = (select_rows(each, rows)[:, :seq_len] for each in kv_cache)
             if scales:  # a cache of 8 bits

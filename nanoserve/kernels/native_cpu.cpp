@@ -6,7 +6,7 @@
 //
 //     add_rms_norm      the residual addition and the norm after it
 //     rope_and_store    norm of queries and keys, rotary embedding, keys and values to their slots
-//     paged_decode      attention of single queries over scattered keys
+//     paged_attention   attention over keys that lie scattered in blocks
 //     silu_and_mul      the activation between the products of an MLP
 //
 // Each is held to its plain version: in layers.py, and for attention in attention.py. Sums are made
@@ -28,12 +28,21 @@
 
 namespace {
 
+#ifdef __AVX512F__
+constexpr int LANES = 16;           // numbers of the widest vector that a core computes with
+#else
+constexpr int LANES = 8;
+#endif
 constexpr int TILE = 16;            // keys between two updates of the maximum
-constexpr int MAX_GROUP = 16;       // query heads that are attended to together
+constexpr int FEW = 4;              // queries that attend_few computes together
 constexpr int MAX_DIM = 1024;       // numbers of a head
 constexpr int CACHE_LINE = 64;      // bytes
 constexpr int SMALL_WORK = 1 << 15; // numbers; less is done by one core, at once
 constexpr const char* TOO_WIDE = "attention_backend 'native' takes heads of up to 1024 numbers";
+
+typedef float Vector __attribute__((vector_size(4 * LANES), may_alias));
+typedef float VectorInMemory __attribute__((vector_size(4 * LANES), may_alias, aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 
 struct bfloat16 {
     uint16_t bits;
@@ -105,9 +114,10 @@ inline float exp_negative(float x) {
     return x < -87.0f ? 0.0f : p * power;  // a NaN is not below: it stays one
 }
 
+// To the second cache of the core: there is room for more than in the first.
 inline void prefetch(const void* from, size_t num_bytes) {
     for (size_t i = 0; i < num_bytes; i += CACHE_LINE)
-        __builtin_prefetch(static_cast<const char*>(from) + i);
+        __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
 // -- norms, rotary embedding, activation --
@@ -234,184 +244,296 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
     }
 }
 
-// -- attention: a token walks through the blocks of its sequence and keeps, for each query head, a
+// -- attention: a few queries of a sequence walk through its blocks together. Each query keeps a
 // running maximum, a running sum and a weighted sum of values (online softmax, as in Triton's).
 //
 //     block table of the sequence    [ 7 | 3 | 9 ]
 //     walk                           keys and values of block 7, then of 3, then of 9
-//     after each tile of keys        top = max(top, scores)
+//     for each tile of 16 keys       top = max(top, scores)
 //                                    sum, mixed: scaled by exp(old top - top), then added to
 //
-// A tile of a cache of 8 bits is decoded once, for all query heads that read it.
+// A "query" is one query head of one token. Queries that share a key head (GQA), of neighbouring
+// tokens, are a task. What a task reads is converted to float32 once, a tile at a time, and stays
+// in the first cache of its core. Two functions do the same with vectors that lie differently:
 //
-// Nothing is copied together. Each (token, key head) is a task of its own; the query heads that
-// share a key head (GQA) find its keys in the cache of their core.
+//                    for             a lane is             score
+//     attend_few     decodes         a number of a head    sum over the lanes of query * key
+//     attend_many    prompts, GQA    a query               sum over d of queries[d] * key[d]
 
 struct Sizes {  // of one call
-    int num_seqs, max_queries, num_heads, key_dim, num_blocks, block_size, num_kv_heads, value_dim;
+    int num_seqs, num_heads, key_dim, num_blocks, block_size, num_kv_heads, value_dim;
     int table_stride, sliding_window;  // window: keys that a token sees at most; 0: all
     float scale, soft_cap;  // soft_cap 0: none
 };
 
-struct Task {
-    int token, num_keys;  // num_keys: up to the token's own
-    const int32_t* blocks;
+template <typename C>
+struct Cache {  // keys or values
+    const C* numbers;
+    const float* scales;  // of numbers of 8 bits
 };
 
-// `number` vectors of 8 bits times their scales.
+struct Task {
+    int token, num_tokens, num_keys;  // num_keys: up to the last token's own
+    const int32_t* blocks;
+    int kv_head, head, num_heads;  // query heads from `head` on
+
+    int num_queries() const { return num_tokens * num_heads; }
+    // The row of a query in the tensor of all; the keys that it sees are [begin, end).
+    size_t row(int query, const Sizes& s) const {
+        return size_t(token + query / num_heads) * s.num_heads + head + query % num_heads;
+    }
+    int end(int query) const { return num_keys - num_tokens + 1 + query / num_heads; }
+    int begin(int query, const Sizes& s) const {
+        return s.sliding_window ? std::max(0, end(query) - s.sliding_window) : 0;
+    }
+};
+
+int round_up(int size) { return (size + LANES - 1) / LANES * LANES; }
+
+// A tile of `number` vectors as float32, where they lie or in `room`. Zeros fill the tile, and each
+// vector up to whole lanes. `next` is what will be read after them: it is fetched meanwhile.
 template <typename C>
-void dequantize(const C* from, const float* scales, int number, int dim, float* to) {
-    for (int i = 0; i < number; i++)
+const float* read_tile(const Cache<C>& cache, size_t at, size_t next, int number, int dim,
+                       float* room) {
+    const int width = round_up(dim);
+    const bool is_whole = number == TILE && width == dim;
+    for (int i = 0; i < number; i++) {
+        const C* from = cache.numbers + (at + i) * dim;
+        prefetch(cache.numbers + (next + i) * dim, dim * sizeof(C));
+        if (std::is_same<C, float>::value && is_whole) continue;
+        const float scale = sizeof(C) == 1 ? cache.scales[at + i] : 1;
 #pragma omp simd
-        for (int d = 0; d < dim; d++) to[i * dim + d] = to_float(from[i * dim + d]) * scales[i];
+        for (int d = 0; d < dim; d++) room[i * width + d] = to_float(from[d]) * scale;
+        std::fill(room + i * width + dim, room + (i + 1) * width, 0.0f);
+    }
+    if constexpr (std::is_same<C, float>::value)
+        if (is_whole) return cache.numbers + at * dim;
+    std::fill(room + number * width, room + TILE * width, 0.0f);
+    return room;
 }
 
-// One token, one key head, and `group` of the query heads that read it. Returns false if the block
-// table names a block that does not exist. T: type of the query, C: of the cache.
-template <typename T, typename C, int DIM>
-bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
-            const float* key_scales, const float* value_scales, const int32_t* blocks,
-            int num_keys, int kv_head, int group, T* output) {
-    constexpr bool IS_SCALED = sizeof(C) == 1;
-    constexpr int ROOM = DIM ? DIM : MAX_DIM;
-    using Number = typename std::conditional<IS_SCALED, float, C>::type;
-    Number decoded_keys[IS_SCALED ? TILE * ROOM : 1], decoded_values[IS_SCALED ? TILE * ROOM : 1];
-    constexpr int LANES = DIM && DIM < 128 ? 8 : 16;  // one vector; wide ones take longer to add up
-    const int dim = DIM ? DIM : s.key_dim, value_dim = DIM ? DIM : s.value_dim;
-    float q[MAX_GROUP][ROOM], mixed[MAX_GROUP][ROOM], top[MAX_GROUP], sum[MAX_GROUP];
-    for (int head = 0; head < group; head++) {
-        for (int d = 0; d < dim; d++) q[head][d] = to_float(query[head * dim + d]) * s.scale;
-        std::fill_n(mixed[head], value_dim, 0.0f);
-        top[head] = -INFINITY;
-        sum[head] = 0;
+// Calls use_keys(position, number, tile) and use_values(tile) for each tile that a task sees. Returns
+// false if the block table names a block that does not exist.
+template <typename C, typename UseKeys, typename UseValues>
+bool walk(const Sizes& s, const Cache<C>& keys, const Cache<C>& values, const Task& task,
+          UseKeys use_keys, UseValues use_values) {
+    alignas(CACHE_LINE) float tile[TILE * MAX_DIM];
+    size_t at = 0, next = 0;
+    const auto find = [&](int position, size_t* slot) {
+        const int block = task.blocks[position / s.block_size];
+        *slot = (size_t(block) * s.num_kv_heads + task.kv_head) * s.block_size +
+                position % s.block_size;
+        return block >= 0 && block < s.num_blocks;
+    };
+    int position = task.begin(0, s), end = task.num_keys;
+    if (position < end && !find(position, &next)) return false;
+    for (int number; position < end; position += number) {
+        number = std::min({TILE, s.block_size - position % s.block_size, end - position});
+        at = next;
+        if (position + number < end && !find(position + number, &next)) return false;
+        use_keys(position, number, read_tile(keys, at, next, number, s.key_dim, tile));
+        use_values(read_tile(values, at, next, number, s.value_dim, tile));
     }
-    const int first = s.sliding_window ? std::max(0, num_keys - s.sliding_window) : 0;
-    for (int position = first, number; position < num_keys; position += number) {
-        const int offset = position % s.block_size, *block = blocks + position / s.block_size;
-        number = std::min({TILE, s.block_size - offset, num_keys - position});
-        if (*block < 0 || *block >= s.num_blocks) return false;
-        const size_t at = (size_t(*block) * s.num_kv_heads + kv_head) * s.block_size + offset;
-        const Number *keys = decoded_keys, *values = decoded_values;
-        if constexpr (IS_SCALED) {
-            dequantize(key_cache + at * dim, key_scales + at, number, dim, decoded_keys);
-            dequantize(value_cache + at * value_dim, value_scales + at, number, value_dim,
-                       decoded_values);
-        } else {
-            keys = key_cache + at * dim;
-            values = value_cache + at * value_dim;
-        }
-        // What comes after these keys and values is fetched while they are read, bit by bit.
-        const C *next_keys = nullptr, *next_values = nullptr;
-        if (num_keys - position > s.block_size && block[1] >= 0 && block[1] < s.num_blocks) {
-            const size_t row = size_t(block[1]) * s.num_kv_heads + kv_head;
-            const size_t next = row * s.block_size + offset;
-            next_keys = key_cache + next * dim, next_values = value_cache + next * value_dim;
-        }
-        for (int head = 0; head < group; head++) {
-            float weight[TILE], highest = top[head], added = 0, sums[ROOM];
-            int i = 0;
-            for (; i + 4 <= number; i += 4) {  // four keys at once: four sums that do not wait
-                const Number* key = keys + i * dim;
-                if (head == 0 && next_keys) prefetch(next_keys + i * dim, sizeof(C) * 4 * dim);
-                float a = 0, b = 0, c = 0, e = 0;
-#pragma omp simd reduction(+ : a, b, c, e) simdlen(LANES)
-                for (int d = 0; d < dim; d++) {
-                    a += q[head][d] * to_float(key[d]);
-                    b += q[head][d] * to_float(key[dim + d]);
-                    c += q[head][d] * to_float(key[2 * dim + d]);
-                    e += q[head][d] * to_float(key[3 * dim + d]);
-                }
-                weight[i] = a, weight[i + 1] = b, weight[i + 2] = c, weight[i + 3] = e;
-            }
-            for (; i < number; i++) {
-                float score = 0;
-#pragma omp simd reduction(+ : score)
-                for (int d = 0; d < dim; d++) score += q[head][d] * to_float(keys[i * dim + d]);
-                weight[i] = score;
-            }
-            for (i = 0; i < number; i++) {
-                if (s.soft_cap != 0) weight[i] = s.soft_cap * std::tanh(weight[i] / s.soft_cap);
-                highest = std::max(highest, weight[i]);
-            }
-            const float from = highest == -INFINITY ? 0 : highest;  // -inf - -inf would be NaN
-            const float kept = sum[head] == 0 ? 0 : exp_negative(top[head] - from);
-#pragma omp simd reduction(+ : added)
-            for (int i = 0; i < number; i++) {
-                weight[i] = exp_negative(weight[i] - from);
-                added += weight[i];
-            }
-#pragma omp simd
-            for (int d = 0; d < value_dim; d++) sums[d] = mixed[head][d] * kept;
-            for (i = 0; i + 4 <= number; i += 4) {
-                const Number* value = values + i * value_dim;
-                if (head == 0 && next_values)
-                    prefetch(next_values + i * value_dim, sizeof(C) * 4 * value_dim);
-#pragma omp simd
-                for (int d = 0; d < value_dim; d++)
-                    sums[d] += weight[i] * to_float(value[d]) +
-                               weight[i + 1] * to_float(value[value_dim + d]) +
-                               weight[i + 2] * to_float(value[2 * value_dim + d]) +
-                               weight[i + 3] * to_float(value[3 * value_dim + d]);
-            }
-            for (; i < number; i++) {
-                const Number* value = values + i * value_dim;
-#pragma omp simd
-                for (int d = 0; d < value_dim; d++) sums[d] += weight[i] * to_float(value[d]);
-            }
-            std::copy(sums, sums + value_dim, mixed[head]);
-            top[head] = highest;
-            sum[head] = sum[head] * kept + added;
-        }
-    }
-    for (int head = 0; head < group; head++)
-        for (int d = 0; d < value_dim; d++)
-            from_float(mixed[head][d] / sum[head], &output[head * value_dim + d]);
     return true;
 }
 
-template <typename T, typename C, int DIM>
-const char* attend_all(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
-                       const float* key_scales, const float* value_scales,
-                       const int32_t* query_start_loc, const int32_t* seq_lens,
-                       const int32_t* block_table, T* output) {
-    std::vector<Task> tasks;
-    double total = 0;
-    for (int seq = 0; seq < s.num_seqs; seq++) {
-        const int start = query_start_loc[seq], end = query_start_loc[seq + 1];
-        if (end - start > s.max_queries) continue;
-        for (int token = start; token < end; token++) {
-            const int num_keys = seq_lens[seq] - (end - token) + 1;
-            tasks.push_back({token, num_keys, block_table + size_t(seq) * s.table_stride});
-            total += num_keys;
-        }
-    }
-    if (std::max(s.key_dim, s.value_dim) > MAX_DIM) return TOO_WIDE;
-    const int group = s.num_heads / s.num_kv_heads, num_tasks = tasks.size();
-    bool is_right = true;
-#pragma omp parallel for collapse(2) schedule(dynamic) reduction(&& : is_right) \
-    if (total * s.num_heads * s.key_dim > SMALL_WORK)
-    for (int i = 0; i < num_tasks; i++)
-        for (int kv_head = 0; kv_head < s.num_kv_heads; kv_head++)
-            for (int head = 0; head < group; head += MAX_GROUP) {
-                const Task& task = tasks[i];
-                const size_t at = size_t(task.token) * s.num_heads + kv_head * group + head;
-                is_right &= attend<T, C, DIM>(
-                    s, query + at * s.key_dim, key_cache, value_cache, key_scales, value_scales,
-                    task.blocks, task.num_keys, kv_head, std::min(MAX_GROUP, group - head),
-                    output + at * s.value_dim);
-            }
-    return is_right ? nullptr : "the block table names a block that the KV cache does not have";
+inline float cap(float score, float soft_cap) { return soft_cap * std::tanh(score / soft_cap); }
+
+inline Vector exp_each(Vector x) {
+    float* lanes = reinterpret_cast<float*>(&x);
+#pragma omp simd
+    for (int i = 0; i < LANES; i++) lanes[i] = exp_negative(lanes[i]);
+    return x;
 }
 
-template <typename T, typename C, typename... Arguments>
-const char* paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known length are unrolled
-    switch (s.key_dim == s.value_dim ? s.key_dim : 0) {
-        case 32: return attend_all<T, C, 32>(s, arguments...);
-        case 64: return attend_all<T, C, 64>(s, arguments...);
-        case 80: return attend_all<T, C, 80>(s, arguments...);
-        case 128: return attend_all<T, C, 128>(s, arguments...);
-        default: return attend_all<T, C, 0>(s, arguments...);
+// Which lanes of two vectors `half` lanes apart are added: see sum_each.
+struct Pairs {
+    Integers low[LANES / 2 + 1], high[LANES / 2 + 1];
+    Pairs() {
+        for (int half = 1; half < LANES; half *= 2)
+            for (int lane = 0; lane < LANES; lane++) {
+                low[half][lane] = lane & half ? LANES + lane - half : lane;
+                high[half][lane] = low[half][lane] + half;
+            }
     }
+} const PAIRS;
+
+// The sum of each of LANES vectors, as the lanes of one: in each round, half of the vectors take
+// half of the lanes of the others and add.
+inline Vector sum_each(Vector* x) {
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++)
+            x[i] = __builtin_shuffle(x[i], x[i + half], PAIRS.low[half]) +
+                   __builtin_shuffle(x[i], x[i + half], PAIRS.high[half]);
+    return x[0];
+}
+
+template <typename T, typename C>
+bool attend_few(const Sizes& s, const Cache<C>& keys, const Cache<C>& values, const Task& task,
+                const T* query, T* output) {
+    const int parts = round_up(s.key_dim) / LANES, value_parts = round_up(s.value_dim) / LANES;
+    const int num_queries = task.num_queries();
+    Vector q[FEW][MAX_DIM / LANES], mixed[FEW][MAX_DIM / LANES];
+    float top[FEW], sum[FEW] = {};
+    for (int i = 0; i < num_queries; i++) {
+        std::fill_n(q[i], parts, Vector{});
+        std::fill_n(mixed[i], value_parts, Vector{});
+        float* numbers = reinterpret_cast<float*>(q[i]);
+        const T* row = query + task.row(i, s) * s.key_dim;
+        for (int d = 0; d < s.key_dim; d++) numbers[d] = to_float(row[d]) * s.scale;
+        top[i] = -INFINITY;
+    }
+    Vector scores[FEW][TILE / LANES];
+    const auto use_keys = [&](int position, int number, const float* tile) {
+        const auto* key = reinterpret_cast<const VectorInMemory*>(tile);
+        for (int i = 0; i < num_queries; i++) {
+            for (int first = 0; first < TILE; first += LANES) {
+                Vector sums[LANES];
+#pragma GCC unroll 16
+                for (int j = 0; j < LANES; j++) sums[j] = q[i][0] * key[(first + j) * parts];
+                for (int part = 1; part < parts; part++)
+#pragma GCC unroll 16
+                    for (int j = 0; j < LANES; j++)
+                        sums[j] += q[i][part] * key[(first + j) * parts + part];
+                scores[i][first / LANES] = sum_each(sums);
+            }
+            float* weights = reinterpret_cast<float*>(scores[i]);
+            const int begin = task.begin(i, s) - position;
+            const int end = std::min(number, task.end(i) - position);
+            if (s.soft_cap != 0)
+                for (int j = 0; j < TILE; j++) weights[j] = cap(weights[j], s.soft_cap);
+            for (int j = 0; j < std::min(begin, TILE); j++) weights[j] = -INFINITY;
+            for (int j = std::max(end, 0); j < TILE; j++) weights[j] = -INFINITY;
+            float some[4] = {top[i], top[i], top[i], top[i]};
+            for (int j = 0; j < TILE; j += 4)
+#pragma omp simd
+                for (int k = 0; k < 4; k++) some[k] = std::max(some[k], weights[j + k]);
+            const float highest = std::max(std::max(some[0], some[1]), std::max(some[2], some[3]));
+            const float from = highest == -INFINITY ? 0 : highest;  // -inf - -inf would be NaN
+            const float kept = exp_negative(top[i] - from);
+            float added = 0;
+#pragma omp simd reduction(+ : added)
+            for (int j = 0; j < TILE; j++) {
+                weights[j] = exp_negative(weights[j] - from);
+                added += weights[j];
+            }
+            sum[i] = sum[i] * kept + added;
+            for (int part = 0; part < value_parts; part++) mixed[i][part] *= kept;
+            top[i] = highest;
+        }
+    };
+    const auto use_values = [&](const float* tile) {
+        const auto* value = reinterpret_cast<const VectorInMemory*>(tile);
+        for (int i = 0; i < num_queries; i++) {
+            const float* weights = reinterpret_cast<const float*>(scores[i]);
+            for (int part = 0; part < value_parts; part++) {
+                Vector a = mixed[i][part], b{};  // two sums, which do not wait
+#pragma GCC unroll 8
+                for (int j = 0; j < TILE; j += 2) {
+                    a += weights[j] * value[j * value_parts + part];
+                    b += weights[j + 1] * value[(j + 1) * value_parts + part];
+                }
+                mixed[i][part] = a + b;
+            }
+        }
+    };
+    if (!walk(s, keys, values, task, use_keys, use_values)) return false;
+    for (int i = 0; i < num_queries; i++) {
+        const float* numbers = reinterpret_cast<const float*>(mixed[i]);
+        T* row = output + task.row(i, s) * s.value_dim;
+        for (int d = 0; d < s.value_dim; d++) from_float(numbers[d] / sum[i], &row[d]);
+    }
+    return true;
+}
+
+template <typename T, typename C>
+bool attend_many(const Sizes& s, const Cache<C>& keys, const Cache<C>& values, const Task& task,
+                 const T* query, T* output) {
+    const int room = round_up(s.key_dim), value_room = round_up(s.value_dim);
+    Vector q[MAX_DIM], mixed[MAX_DIM], scores[TILE], top = Vector{} - INFINITY, sum{};
+    Integers begin{}, end{};  // of the keys that a query sees
+    std::fill_n(q, s.key_dim, Vector{});
+    std::fill_n(mixed, value_room, Vector{});
+    for (int i = 0; i < task.num_queries(); i++) {
+        const T* row = query + task.row(i, s) * s.key_dim;
+        for (int d = 0; d < s.key_dim; d++) q[d][i] = to_float(row[d]) * s.scale;
+        begin[i] = task.begin(i, s), end[i] = task.end(i);
+    }
+    const auto use_keys = [&](int position, int number, const float* tile) {
+        Vector highest = top;
+        for (int first = 0; first < TILE; first += 8) {  // eight sums, which do not wait
+            Vector a[8] = {};
+            for (int d = 0; d < s.key_dim; d++)
+#pragma GCC unroll 8
+                for (int j = 0; j < 8; j++) a[j] += tile[(first + j) * room + d] * q[d];
+            for (int j = 0; j < 8; j++) {
+                const int key = position + first + j;
+                if (s.soft_cap != 0)
+                    for (int i = 0; i < LANES; i++) a[j][i] = cap(a[j][i], s.soft_cap);
+                const Integers sees = (key >= begin) & (key < end) & -(first + j < number);
+                scores[first + j] = sees ? a[j] : Vector{} - INFINITY;
+                highest = highest > scores[first + j] ? highest : scores[first + j];
+            }
+        }
+        const Vector from = highest == -INFINITY ? Vector{} : highest;  // as above
+        const Vector kept = exp_each(top - from);
+        top = highest;
+        sum *= kept;
+        for (int j = 0; j < TILE; j++) {
+            scores[j] = exp_each(scores[j] - from);
+            sum += scores[j];
+        }
+        for (int d = 0; d < value_room; d++) mixed[d] *= kept;
+    };
+    const auto use_values = [&](const float* tile) {
+        for (int d = 0; d < value_room; d += 8) {
+            Vector a[8];
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) a[j] = mixed[d + j];
+            for (int i = 0; i < TILE; i++)
+#pragma GCC unroll 8
+                for (int j = 0; j < 8; j++) a[j] += tile[i * value_room + d + j] * scores[i];
+#pragma GCC unroll 8
+            for (int j = 0; j < 8; j++) mixed[d + j] = a[j];
+        }
+    };
+    if (!walk(s, keys, values, task, use_keys, use_values)) return false;
+    for (int i = 0; i < task.num_queries(); i++) {
+        T* row = output + task.row(i, s) * s.value_dim;
+        for (int d = 0; d < s.value_dim; d++) from_float(mixed[d][i] / sum[i], &row[d]);
+    }
+    return true;
+}
+
+template <typename T, typename C>
+const char* paged_attention(const Sizes& s, const Cache<C>& keys, const Cache<C>& values,
+                            const T* query, const int32_t* query_start_loc,
+                            const int32_t* seq_lens, const int32_t* block_table, T* output) {
+    if (std::max(s.key_dim, s.value_dim) > MAX_DIM) return TOO_WIDE;
+    const int group = s.num_heads / s.num_kv_heads, most = std::max(1, LANES / group);
+    std::vector<Task> tasks;
+    for (int seq = 0; seq < s.num_seqs; seq++) {
+        const int start = query_start_loc[seq], end = query_start_loc[seq + 1];
+        const int32_t* blocks = block_table + size_t(seq) * s.table_stride;
+        for (int token = start; token < end; token += most) {
+            const int num_tokens = std::min(most, end - token);
+            const int num_keys = seq_lens[seq] - (end - token) + num_tokens;
+            for (int kv_head = 0; kv_head < s.num_kv_heads; kv_head++)
+                for (int head = 0; head < group; head += LANES)
+                    tasks.push_back({token, num_tokens, num_keys, blocks, kv_head,
+                                     kv_head * group + head, std::min(LANES, group - head)});
+        }
+    }
+    const int num_tasks = tasks.size();
+    bool is_right = true;
+#pragma omp parallel for schedule(dynamic) reduction(&& : is_right)
+    for (int i = num_tasks - 1; i >= 0; i--) {  // a prompt's last tokens see the most keys
+        const auto attend = tasks[i].num_queries() <= FEW ? attend_few<T, C> : attend_many<T, C>;
+        is_right &= attend(s, keys, values, tasks[i], query, output);
+    }
+    return is_right ? nullptr : "the block table names a block that the KV cache does not have";
 }
 
 }  // namespace
@@ -430,8 +552,7 @@ const char* paged_decode(const Sizes& s, Arguments... arguments) {  // loops of 
 // num_heads, head_dim].
 //
 // query [num_tokens, num_heads, key_dim], output [.., value_dim]; query_start_loc [num_seqs + 1];
-// seq_lens [num_seqs]; block_table: table_stride numbers from sequence to sequence. Sequences with
-// more than max_queries queries are passed over.
+// seq_lens [num_seqs]; block_table: table_stride numbers from sequence to sequence.
 #define EXPORT(T, NAME)                                                                            \
     extern "C" const char* add_rms_norm_##NAME(int num_tokens, int size, float eps, T* x,          \
                                                const T* residual, const T* weight, T* output) {    \
@@ -455,17 +576,17 @@ const char* paged_decode(const Sizes& s, Arguments... arguments) {  // loops of 
                               qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,    \
                               key_scales, value_scales, query);                                    \
     }                                                                                              \
-    extern "C" const char* paged_decode_##NAME(                                                    \
-        int num_seqs, int max_queries, int num_heads, int key_dim, int num_blocks, int block_size, \
+    extern "C" const char* paged_attention_##NAME(                                                 \
+        int num_seqs, int num_heads, int key_dim, int num_blocks, int block_size, \
         int num_kv_heads, int value_dim, int table_stride, int sliding_window, float scale,        \
         float soft_cap, const T* query, const C* key_cache, const C* value_cache,                  \
         const float* key_scales, const float* value_scales, const int32_t* query_start_loc,        \
         const int32_t* seq_lens, const int32_t* block_table, T* output) {                          \
-        return paged_decode<T, C>(                                                                 \
-            Sizes{num_seqs, max_queries, num_heads, key_dim, num_blocks, block_size, num_kv_heads, \
-                  value_dim, table_stride, sliding_window, scale, soft_cap},                       \
-            query, key_cache, value_cache, key_scales, value_scales, query_start_loc, seq_lens,    \
-            block_table, output);                                                                  \
+        return paged_attention<T, C>(                                                              \
+            Sizes{num_seqs, num_heads, key_dim, num_blocks, block_size, num_kv_heads, value_dim,   \
+                  table_stride, sliding_window, scale, soft_cap},                                  \
+            {key_cache, key_scales}, {value_cache, value_scales}, query, query_start_loc,          \
+            seq_lens, block_table, output);                                                        \
     }
 
 EXPORT(float, f32)

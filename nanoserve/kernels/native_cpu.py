@@ -1,7 +1,7 @@
-"""How does a CPU do the work between two products in one pass? By a hundred lines of C++.
+"""How does a CPU do the work between two products in one pass? By a few hundred lines of C++.
 
 native_cpu.cpp has one loop for each of four parts of a layer: the residual addition with its norm;
-rotary embedding and storing; attention of a decode; the activation. It is compiled when it is first
+rotary embedding and storing; attention; the activation. It is compiled when it is first
 needed, in a few seconds, with the machine's own C++ compiler, for exactly this processor, and kept
 in the user's cache folder. Where there is no compiler, PyTorch's operators do the same work in more
 passes:
@@ -9,8 +9,6 @@ passes:
                     with a compiler        without
     attention       NativeBackend          TorchBackend
     the rest        Native                 layers.py
-
-Prompts of many tokens are attended to as TorchBackend does it: there, products are all the work.
 
 Left out: float16; systems whose compiler has no OpenMP (macOS as Apple ships it) or no POSIX
 command line (Windows): they take the right column.
@@ -35,8 +33,8 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.fused import FusedAttention
+from nanoserve.kernels.quantized_cache import QuantizedReference
 from nanoserve.layers import Rope
 
 logger = logging.getLogger("nanoserve")
@@ -52,7 +50,7 @@ ARGUMENTS = {
     "add_rms_norm": [INT, INT, FLOAT, *[POINTER] * 4],
     "silu_and_mul": [INT, INT, *[POINTER] * 2],
     "rope_and_store": [*[INT] * 8, FLOAT, *[POINTER] * 10],
-    "paged_decode": [*[INT] * 10, FLOAT, FLOAT, *[POINTER] * 9],
+    "paged_attention": [*[INT] * 9, FLOAT, FLOAT, *[POINTER] * 9],
     "quantized_multiply": [*[INT] * 5, *[POINTER] * 5],
 }
 
@@ -137,7 +135,7 @@ def bind_threads(number: int) -> None:
 class Native:
     """What fused.py calls, for one dtype."""
 
-    backend_cls = TorchBackend
+    backend_cls = QuantizedReference
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library, self.dtype = library, NAMES[dtype]
@@ -177,11 +175,10 @@ class Native:
 # -- attention --
 
 
-class NativeBackend(TorchBackend):
-    """TorchBackend, with a compiled loop for decodes."""
+class NativeBackend(QuantizedReference):
+    """Compiled loops over the blocks where they lie, for prompts and decodes."""
 
     name = "native"
-    min_queries = 5  # of one sequence: for so many, copying its keys together pays
 
     def __init__(self) -> None:
         """Raises ValueError if there is no library, and none can be compiled."""
@@ -192,6 +189,9 @@ class NativeBackend(TorchBackend):
                 "Linux and a compiler with OpenMP (c++, or the one that $CXX names). Use 'auto'."
             )
 
+    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
+        return metadata  # nothing is prepared
+
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
     ) -> Tensor:
@@ -199,11 +199,11 @@ class NativeBackend(TorchBackend):
         keys, values, *scales = kv_cache
         query, table = query.contiguous(), metadata.block_table
         window, soft_cap = options.get("sliding_window") or 0, options.get("logits_soft_cap") or 0.0
-        output = super().attend(query, kv_cache, metadata, **options)
+        output = query.new_empty(*query.shape[:2], values.shape[-1])
         call(
-            self.library, f"paged_decode.{NAMES[query.dtype]}_{CACHE_NAMES[keys.dtype]}",
-            len(table), self.min_queries - 1, *query.shape[1:], *keys.shape[:3], values.shape[-1],
-            table.stride(0), window, options["scale"], soft_cap, query, keys, values,
-            *(scales or (None, None)), metadata.query_start_loc, metadata.seq_lens, table, output,
+            self.library, f"paged_attention.{NAMES[query.dtype]}_{CACHE_NAMES[keys.dtype]}",
+            len(table), *query.shape[1:], *keys.shape[:3], values.shape[-1], table.stride(0),
+            window, options["scale"], soft_cap, query, keys, values, *(scales or (None, None)),
+            metadata.query_start_loc, metadata.seq_lens, table, output,
         )  # fmt: skip
         return output
