@@ -97,7 +97,7 @@ class ModelRunner:
         self.no_autocast = torch.autocast(self.device.type, enabled=False)
         self.current_gpu = torch.cuda.device(self.device) if is_gpu else nullcontext()
         with self.no_autocast, self.current_gpu, torch.device("cpu"):
-            self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
+            self.dtype = choose_dtype(config.dtype, model_config, self.device)
             self.layer_config = LayerConfig(self.dtype, self.device, self.parallel)
             self.model = self.load_model()
             num_rows = config.max_num_seqs * self.query_lens[-1]  # of logits, in a step

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.kernels import fused, memory, quantized, quantized_cpu, sampling, threads
+from nanoserve.kernels import fused, memory, quantized, quantized_cpu, sampling, selector, threads
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
@@ -246,17 +246,29 @@ def test_backends_by_name() -> None:
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float16"), ((8, 0), "bfloat16")])
 def test_a_dtype_that_the_device_has(
-    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A T4 has no bfloat16. What the user asks for stays."""
+    """A T4 has no bfloat16, and most CPUs do not multiply in it. What the user asks for stays."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda = torch.device("cuda")
-    assert choose_dtype("auto", "bfloat16", cuda) == getattr(torch, expected)
-    assert choose_dtype("auto", "torch.float32", cuda) == torch.float32
-    assert choose_dtype("bfloat16", "float32", cuda) == torch.bfloat16
-    assert choose_dtype("auto", "bfloat16", CPU) == torch.float32
+
+    def choose(wanted: str, checkpoint: str, device: torch.device, path: Path = tmp_path) -> Any:
+        config = replace(ModelConfig.from_folder(DEMO_MODEL), dtype=checkpoint, path=path)
+        return choose_dtype(wanted, config, device)
+
+    assert choose("auto", "bfloat16", cuda) == getattr(torch, expected)
+    assert choose("auto", "torch.float32", cuda) == torch.float32
+    assert choose("bfloat16", "float32", cuda) == torch.bfloat16
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(threads.SMALL_MODEL)
+    for multiplies, large in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(selector, "multiplies_bfloat16", lambda found=multiplies: found)
+        assert choose("auto", "bfloat16", CPU) == large
+        assert choose("auto", "bfloat16", CPU, DEMO_MODEL) == torch.float32
+        for checkpoint in ("float16", "float32"):
+            assert choose("auto", checkpoint, CPU) == torch.float32
     with pytest.raises(ValueError, match="float64"):
-        choose_dtype("float64", "float32", CPU)
+        choose("float64", "float32", CPU)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no gcc"), CalledProcessError(1, "no Python.h")])

@@ -17,10 +17,13 @@ vLLM: vllm/model_executor/layers/utils.py dispatch_cpu_unquantized_gemm, csrc/cp
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoserve.kernels.memory import read_text
 from nanoserve.layers import LinearBase, LinearMethod
 
 PACKED_FOR_ROWS = 256  # oneDNN's blocks for this many rows were fastest from 2 rows to 1,024
@@ -33,6 +36,12 @@ def can_pack(dtype: torch.dtype) -> bool:
         return False
     is_bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return dtype == torch.float32 or is_bfloat16
+
+
+def multiplies_bfloat16() -> bool:
+    """Has this processor instructions for it? Without, bfloat16 takes longer than float32."""
+    words = read_text(Path("/proc/cpuinfo")).split()
+    return can_pack(torch.bfloat16) and not {"avx512_bf16", "amx_bf16"}.isdisjoint(words)
 
 
 class PackedLinearMethod(LinearMethod):

@@ -30,22 +30,27 @@ from nanoserve.config import EngineConfig
 from nanoserve.kernels import sampling
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.fused import fuse
-from nanoserve.kernels.linear_cpu import PackedLinearMethod
+from nanoserve.kernels.linear_cpu import PackedLinearMethod, multiplies_bfloat16
 from nanoserve.kernels.native_cpu import NAMES, Native, NativeBackend, load_library
 from nanoserve.kernels.quantized_cache import QuantizedReference
 from nanoserve.kernels.threads import SMALL_MODEL
 from nanoserve.layers import LinearBase, LinearMethod
 from nanoserve.models.base import Model
+from nanoserve.models.config import ModelConfig
 
 logger = logging.getLogger("nanoserve")
 
 
-def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """ "auto" is float32 on a CPU (its fastest and most exact), else the checkpoint's own; float16
-    for bfloat16 on a GPU without it (T4)."""
+def choose_dtype(wanted: str, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+    """ "auto" is the checkpoint's own type; float16 for bfloat16 on a GPU without it (T4). On a CPU
+    it is float32, the most exact, but for a large model in bfloat16 if the CPU multiplies in it."""
     if wanted == "auto":
-        wanted = "float32" if device.type == "cpu" else checkpoint.removeprefix("torch.")
-        if wanted == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+        wanted = model_config.dtype.removeprefix("torch.")
+        if device.type == "cpu":
+            sizes = [file.stat().st_size for file in model_config.path.glob("*.safetensors")]
+            is_faster = wanted == "bfloat16" and sum(sizes) >= SMALL_MODEL
+            wanted = wanted if is_faster and multiplies_bfloat16() else "float32"
+        elif wanted == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
             wanted = "float16"
     dtype = getattr(torch, wanted, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

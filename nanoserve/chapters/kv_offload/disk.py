@@ -74,7 +74,7 @@ IDENTITY = (
 
 def fingerprint(config: EngineConfig, model_config: ModelConfig) -> bytes:
     """32 bytes: equal in two engines exactly if they may share files. `config` must be resolved."""
-    dtype = choose_dtype(config.dtype, model_config.dtype, torch.device(config.device))
+    dtype = choose_dtype(config.dtype, model_config, torch.device(config.device))
     values = {name: getattr(config, name, None) for name in IDENTITY}
     model_cls = ModelRegistry.get(model_config.architecture)
     digest = hashlib.sha256(repr((MAGIC, dtype, model_cls, values)).encode())
