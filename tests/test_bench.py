@@ -48,7 +48,7 @@ PUBLISHED = {
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits need not be measured here."""
-    monkeypatch.setattr(cost_model, "measure_machine", lambda: cost_model.cpu(3e10, 2e11))
+    monkeypatch.setattr(cost_model, "measure_machine", lambda dtype: cost_model.cpu(3e10, 2e11))
 
 
 def test_each_suite_runs(tmp_path: Path) -> None:

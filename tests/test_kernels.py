@@ -667,12 +667,20 @@ def test_a_team_leaves_other_programs_their_cores(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     team = threads.Team(bound.append)
     team.most = 3
+
+    def wait(seconds: float, in_use: float) -> None:
+        clock[0] += seconds
+        others[0] += seconds * in_use
+
     for in_use, expected in ((0.2, 3), (1.1, 3), (1.8, 2), (9.0, 1), (-0.1, 3)):
-        clock[0] += 1
-        others[0] += in_use
+        team.call(wait, 1, in_use)
         assert team.call(torch.get_num_threads) == expected == bound[-1]
-    others[0] += 9
+    team.call(wait, 0.1, 9)
     assert team.call(torch.get_num_threads) == 3  # until the next look
+    team.call(wait, 1, 9)
+    assert team.call(torch.get_num_threads) == 1
+    wait(60, 9)  # while nothing is computed here
+    assert team.call(torch.get_num_threads) == 3
     for name in (*threads.NUMBER_VARIABLES, *threads.PLACE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     assert threads.most_threads(2**30) == 4

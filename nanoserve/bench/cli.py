@@ -1,7 +1,7 @@
 """nanoserve bench: the command line, the table, the JSON file.
 
     $ nanoserve bench latency --variant "fast:kernels=fast" --json result.json
-    this machine: 28 GB/s, 199 GFLOP/s (measured)
+    this machine: 28 GB/s, 199 GFLOP/s (measured, float32)
     latency: 3 rounds of nanoserve, fast; at most 14 s
     latency     tpot_ms  ttft_ms     x  same_tokens
     nanoserve      3.05     5.71  1.00         1.00
@@ -36,7 +36,7 @@ SUITES = (*QUICK_SUITES, "pipeline", "scale", "gpu")
 # What some engines can run: they do not tell when a token came, or know no arrivals.
 CAN_RUN = {"transformers": {*SUITES} - {"serve", "gap"}, "http": {*SUITES} - {"gap"}}
 CAN_RUN |= {each: {"throughput", "prefix"} for each in ("nano-vllm", "mini-sglang")}
-GPU_SUITES, GPU_DUMMY = ("throughput", "gap", "kernel"), ("qwen3-0.6b", "bfloat16")
+GPU_SUITES = ("throughput", "gap", "kernel")
 GPU = {"num_requests": 256, "min_len": 100, "max_len": 1024, "long_len": 16384}
 SIZES = {
     "num_requests": (32, "requests of a round"),
@@ -57,7 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=text)
     parser.add_argument("--model", help="a folder or Hugging Face id; the demo model")
     parser.add_argument("--dummy", choices=DUMMY_MODELS, help="random weights of this shape")
-    parser.add_argument("--dtype", default="float32", help="of the dummy's weights; float32")
+    text = "of the dummy's weights; bfloat16, as published ones are"
+    parser.add_argument("--dtype", default="bfloat16", help=text)
     text = "nanoserve again, as LABEL:OPTION=VALUE;OPTION=VALUE (may be repeated)"
     parser.add_argument("--variant", action="append", default=[], help=text)
     text = "transformers, vllm, nano-vllm, mini-sglang, http (our server); or NAME=ITS_PYTHON"
@@ -87,8 +88,8 @@ def main(argv: list[str]) -> int:
         if not torch.cuda.is_available():
             parser.error(f"gpu needs a CUDA GPU. A CPU runs its parts: {' '.join(GPU_SUITES)}.")
         args.suites, sizes = [*GPU_SUITES], sizes | GPU
-        if not (args.model or args.dummy):
-            args.dummy, args.dtype = GPU_DUMMY
+        if not args.model:
+            args.dummy = args.dummy or "qwen3-0.6b"
     sizes |= {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     results = measure(args, sizes)
     if args.json:
@@ -105,7 +106,9 @@ def measure(args: argparse.Namespace, sizes: Mapping[str, Any]) -> dict[str, Any
     from nanoserve.bench import suites
     from nanoserve.bench.cost_model import measure_machine
     from nanoserve.bench.workload import write_dummy
-    from nanoserve.models.config import resolve_folder
+    from nanoserve.kernels.device import choose_device
+    from nanoserve.kernels.selector import choose_dtype
+    from nanoserve.models.config import ModelConfig, resolve_folder
 
     folder = write_dummy(args.dummy, args.dtype) if args.dummy else resolve_folder(args.model)
     variants = [suites.Variant("nanoserve"), *map(suites.parse_variant, args.variant)]
@@ -114,18 +117,21 @@ def measure(args: argparse.Namespace, sizes: Mapping[str, Any]) -> dict[str, Any
         print(f"quick: {len(args.suites or QUICK_SUITES)} suites, in about a minute together")
     if args.url:
         variants = [suites.Variant("server", "http", {"url": args.url})]
-    machine = measure_machine()
+    dtype = choose_dtype("auto", ModelConfig.from_folder(folder), choose_device("auto"))
+    machine = measure_machine(dtype)
     limits = f"{machine.bandwidth / 1e9:,.0f} GB/s, {machine.rate / 1e9:,.0f} GFLOP/s"
-    print(f"this machine: {limits} (measured)")
+    name = str(dtype).removeprefix("torch.")
+    print(f"this machine: {limits} (measured, {name})")
     known = None if args.url else machine
-    settings = suites.Settings(folder, tuple(variants), **sizes, rate=args.rate, machine=known)
+    sizes = {**sizes, "rate": args.rate, "dtype": name, "machine": known}
+    settings = suites.Settings(folder, tuple(variants), **sizes)
     results: dict[str, Any] = {}
     for suite in args.suites or QUICK_SUITES:
         found: dict[str, Any] = {}
         if suite == "kernel":
             from nanoserve.bench.kernels import measure_kernels
 
-            found = measure_kernels(machine, args.quick)
+            found = measure_kernels(machine, dtype, args.quick)
         elif suite == "scale":
             from nanoserve.bench.scale import measure_scale
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanoserve.bench.workload import DUMMY_MODELS, SHAPE, Request
 from nanoserve.models.config import DEMO_MODEL, ModelConfig
@@ -136,12 +136,13 @@ def cpu(bandwidth: float, rate: float) -> Machine:
 # -- the two limits, measured --
 
 
-def measure_machine() -> Machine:
-    """This machine, in about two seconds: the best of several tries, because it is a limit."""
+def measure_machine(dtype: Any) -> Machine:
+    """This machine, for products of a torch.dtype, in about two seconds: the best of several tries,
+    because it is a limit."""
     import torch
 
     is_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if is_gpu else ("cpu", torch.float32)
+    device = "cuda" if is_gpu else "cpu"
     source = torch.ones(2**28 if is_gpu else 2**25, dtype=torch.float32, device=device)
     size = 8192 if is_gpu else 1024
     matrix = torch.randn(size, size, device=device).to(dtype)

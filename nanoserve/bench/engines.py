@@ -18,6 +18,7 @@ import importlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -92,8 +93,7 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         self.torch, cuda = torch, torch.cuda.is_available()
-        dtype = "auto" if cuda else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
         self.model = model.to("cuda" if cuda else "cpu").eval()
         self.model.generation_config.eos_token_id = None  # run to the length asked for
 
@@ -162,27 +162,33 @@ ENGINES |= {"transformers": Transformers, "nano-vllm": Generate, "mini-sglang": 
 
 
 class Peer:
-    """An engine in a process of its own."""
+    """An engine in a process of its own, which is stopped between its turns: some keep a core busy
+    while they wait."""
 
     def __init__(self, name: str, python: str, folder: str, options: Mapping[str, Any]) -> None:
         self.name, pipe = name, subprocess.PIPE
         command = [python, os.path.abspath(__file__), name, folder, json.dumps(options)]
         log = None if os.environ.get("BENCH_LOG") else subprocess.DEVNULL
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+        )
 
     def run(self, requests: Requests) -> Results:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
+            os.killpg(self.process.pid, signal.SIGCONT)
             self.process.stdin.write(json.dumps(requests) + "\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
-        except BrokenPipeError:
+            os.killpg(self.process.pid, signal.SIGSTOP)
+        except (BrokenPipeError, ProcessLookupError):
             line = ""
         if not line:
             raise RuntimeError(f"{self.name} has ended; set BENCH_LOG=1 to see why.")
         return json.loads(line)
 
     def close(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
         self.process.communicate(timeout=60)  # its input ends; it ends the processes of its own
 
 

@@ -118,10 +118,11 @@ def prepare_sdpa(
     return partial(attend, is_causal=case.num_queries > 1, scale=DIM**-0.5)
 
 
-def measure_kernels(machine: Machine, is_quick: bool = False) -> dict[str, Result]:
+def measure_kernels(
+    machine: Machine, dtype: torch.dtype, is_quick: bool = False
+) -> dict[str, Result]:
     """case -> backend -> figures."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backends, seconds = find_backends(device), 0.1 if is_quick else 1.0
     cases = CASES["quick" if is_quick else device.type]
     print(f"kernel: {', '.join(backends)}, sdpa; about {2 * seconds * len(backends) + 4:.0f} s")

@@ -91,6 +91,7 @@ class Settings:
     repeat: int = 3
     rate: float = 4.0  # requests per second
     use_tqdm: bool = True
+    dtype: str = "float32"  # in which nanoserve computes, and transformers shall
     machine: Machine | None = None  # for what the cost model expects
 
 
@@ -117,12 +118,14 @@ def parse_peer(text: str) -> Variant:
     return Variant(name, name, python=str(Path(python).expanduser()) if python else sys.executable)
 
 
-def build(variant: Variant, folder: Path, share: float) -> Any:
+def build(variant: Variant, settings: Settings, share: float) -> Any:
     """The engine of a column. nanoserve runs here, a peer in a process of its own; on a GPU each
     gets its share of the memory."""
     import torch
 
-    options = dict(variant.options)
+    options, folder = dict(variant.options), settings.folder
+    if variant.engine == "transformers":
+        options.setdefault("dtype", settings.dtype)
     if variant.engine not in ("transformers", "mini-sglang") and torch.cuda.is_available():
         options.setdefault("gpu_memory_utilization", 0.9 * share)
     if variant.engine == "nanoserve":
@@ -257,7 +260,7 @@ def compare(suite: str, settings: Settings, tell: Callable[[str], None] = print)
 
     try:
         for variant in variants:
-            engines[variant.label] = build(variant, settings.folder, 1 / len(variants))
+            engines[variant.label] = build(variant, settings, 1 / len(variants))
         for round_ in (-2, -1):  # warm up, then see how long it takes
             start = time.perf_counter()
             requests = prepare(round_)
@@ -301,7 +304,7 @@ def expect(suite: str, settings: Settings) -> Result:
     machine = settings.machine
     if machine is None or suite not in ("throughput", "latency", "roofline", "gap"):
         return {}
-    itemsize = 2 if machine.is_overlapped else 4  # a GPU has 16 bits, a CPU float32
+    itemsize = 4 if settings.dtype == "float32" else 2
     shape = Shape.of(ModelConfig.from_folder(settings.folder), itemsize)
     requests = draw(suite, settings, 0)
     if suite == "latency":  # one of them

@@ -101,7 +101,8 @@ def most_threads(model_bytes: int) -> int | None:
 class Team:
     """Calls what computes, with as many threads as there are cores that no other program uses.
 
-    Every LOOK seconds it reads what the cores did since the last time. On 4 cores, in 0.5 seconds:
+    Every LOOK seconds it reads what the cores did since the last time. (What they did in a pause of
+    this engine says nothing.) On 4 cores, in 0.5 seconds:
 
         all programs computed for     1.9 seconds, 1.0 of them this one
         others use                    (1.9 - 1.0) / 0.5 = 1.8, about 2 cores
@@ -114,18 +115,23 @@ class Team:
         self.bind = bind
         self.most = self.number = num_cores()
         self.clock, self.busy = time.monotonic(), seconds_of_others()
+        self.end = self.clock  # of the last call
 
     def call(self, action: Callable[..., Result], *args: Any) -> Result:
         """action(*args)."""
         if self.most > 1 and time.monotonic() >= self.clock + LOOK:
             self.look()
             call_with_threads(self.number, self.bind, self.number)
-        return call_with_threads(min(self.number, self.most), action, *args)
+        try:
+            return call_with_threads(min(self.number, self.most), action, *args)
+        finally:
+            self.end = time.monotonic()
 
     def look(self) -> None:
         """Decide how many threads there are until the next look."""
         clock, busy = time.monotonic(), seconds_of_others()
-        in_use = round((busy - self.busy) / (clock - self.clock))
+        is_new = clock < self.end + LOOK
+        in_use = round((busy - self.busy) / (clock - self.clock)) if is_new else 0
         self.number = max(1, min(self.most, (os.cpu_count() or 1) - in_use))
         self.clock, self.busy = clock, busy
 
