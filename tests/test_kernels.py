@@ -39,7 +39,12 @@ from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.kernels import fused, memory, quantized, quantized_cpu, sampling, selector, threads
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
-from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
+from nanoserve.kernels.linear_cpu import (
+    BlockedLinearMethod,
+    PackedLinearMethod,
+    PanelLinearMethod,
+    make_linear_method,
+)
 from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
@@ -407,16 +412,49 @@ def test_a_backend_that_stores_in_its_own_way_keeps_doing_so() -> None:
 # -- products --
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(24, 40), (PACKED_SIZE // 512, 512)])
-def test_packed_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    layer = nn.Module()
-    layer.is_embedding = layer.is_lm_head = False
-    weight, bias = rand(*shape, dtype=dtype), rand(shape[0], seed=1, dtype=dtype)
+def make_linear(method: PackedLinearMethod, weight: Tensor, **flags: bool) -> Any:
+    layer: Any = nn.Module()
+    layer.is_embedding, layer.is_lm_head = flags.get("embeds", False), flags.get("is_head", False)
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-    method, x = PackedLinearMethod(), rand(5, shape[1], seed=2, dtype=dtype)
     method.process_weights_after_loading(layer)
-    close(method.apply(layer, x, bias), F.linear(x, weight, bias), dtype, 10)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["best here", "oneDNN"])
+@few
+@given(*[st.integers(1, 70)] * 3, st.sampled_from([(), (3,)]), st.booleans())
+def test_packed_weights(
+    kind: str, dtype: torch.dtype, rows: int, inputs: int, outputs: int, more: Any, biased: bool
+) -> None:
+    """As F.linear, whatever the shapes; the bits of a row do not depend on the rows beside it."""
+    weight, bias = rand(outputs, inputs, dtype=dtype), rand(outputs, seed=1, dtype=dtype)
+    method = make_linear_method(dtype) if kind == "best here" else BlockedLinearMethod()
+    assert isinstance(method, PackedLinearMethod)
+    layer, x = make_linear(method, weight), rand(*more, rows, inputs, seed=2, dtype=dtype)
+    found = method.apply(layer, x, bias if biased else None)
+    close(found, F.linear(x, weight, bias if biased else None), dtype, 10)
+    if isinstance(method, PanelLinearMethod) and layer.packed_weight is not None:
+        assert torch.equal(
+            found[..., :1, :], method.apply(layer, x[..., :1, :], bias if biased else None)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_rows_and_many(dtype: torch.dtype) -> None:
+    """More than one task has: inputs of a panel, and rows."""
+    method, weight = make_linear_method(dtype), rand(40, 2500, dtype=dtype)
+    assert isinstance(method, PackedLinearMethod)
+    layer, x = make_linear(method, weight), rand(531, 2500, seed=2, dtype=dtype)
+    close(method.apply(layer, x, None) / 50, F.linear(x, weight) / 50, dtype, 2)
+
+
+def test_a_packed_weight_takes_its_memory_once() -> None:
+    method = BlockedLinearMethod()
+    assert make_linear(method, rand(8, 8)).weight.numel() == 0
+    head = make_linear(method, rand(8, 8), embeds=True, is_head=True)  # and its rows are looked up
+    assert head.weight.numel() == 64 and head.packed_weight is not None
+    assert make_linear(method, rand(8, 8), embeds=True).packed_weight is None
 
 
 def make_weight(kind: str, outputs: int, size: int, groups: int, **options: Any) -> QuantizedWeight:

@@ -51,6 +51,7 @@ ARGUMENTS = {
     "silu_and_mul": [INT, INT, *[POINTER] * 2],
     "rope_and_store": [*[INT] * 8, FLOAT, *[POINTER] * 10],
     "paged_attention": [*[INT] * 9, FLOAT, FLOAT, *[POINTER] * 9],
+    "multiply": [*[INT] * 3, *[POINTER] * 4],
     "quantized_multiply": [*[INT] * 5, *[POINTER] * 5],
 }
 

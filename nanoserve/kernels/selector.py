@@ -30,7 +30,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.kernels import sampling
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.fused import fuse
-from nanoserve.kernels.linear_cpu import PackedLinearMethod, multiplies_bfloat16
+from nanoserve.kernels.linear_cpu import make_linear_method, multiplies_bfloat16
 from nanoserve.kernels.native_cpu import NAMES, Native, NativeBackend, load_library
 from nanoserve.kernels.quantized_cache import QuantizedReference
 from nanoserve.kernels.threads import SMALL_MODEL
@@ -88,7 +88,7 @@ def speed_up(
     if device.type == "cpu" and dtype != torch.float16:
         for module in model.modules():
             if isinstance(module, LinearBase) and type(module.linear_method) is LinearMethod:
-                module.linear_method = PackedLinearMethod()
+                module.linear_method = make_linear_method(dtype)
                 module.linear_method.process_weights_after_loading(module)
     if isinstance(attention, NativeBackend) and dtype in NAMES:
         fuse(model, Native(attention.library, dtype))
