@@ -83,7 +83,7 @@ def test_a_server_is_an_engine(tmp_path: Path) -> None:
     from nanoserve.bench.client import ServerEngine
 
     folder = write_dummy("qwen3-tiny", folder=tmp_path)
-    settings = Settings(folder, (Variant("nanoserve"), parse_peer("http")), **SIZES, use_tqdm=False)
+    settings = Settings(folder, (Variant("nanoserve"), parse_peer("http")), **SIZES)
     result = compare("throughput", settings, tell=lambda text: None)
     assert result["http"]["same_tokens"] == 1
     server = ServerEngine(str(folder), {})
@@ -104,7 +104,7 @@ def test_engines_give_the_same_tokens(tmp_path: Path) -> None:
     folder = write_dummy("qwen3-tiny", folder=tmp_path)
     small = parse_variant("small:block_size=4;max_num_seqs=2;enable_prefix_caching=False")
     variants = (Variant("nanoserve"), small, parse_peer("transformers"))
-    settings = Settings(folder, variants, **{**SIZES, "repeat": 1}, use_tqdm=False)
+    settings = Settings(folder, variants, **{**SIZES, "repeat": 1})
     result = compare("throughput", settings, tell=lambda text: None)
     assert [figures["same_tokens"] for figures in result.values()] == [1, 1, 1]
 
@@ -133,7 +133,7 @@ def test_the_long_prompt_comes_while_others_decode(tmp_path: Path) -> None:
     settings = Settings(write_dummy("qwen3-tiny", folder=tmp_path), **{**SIZES, "max_len": 40})
     *others, long = draw("gap", settings, 0)
     assert len(long.prompt) == 64 and {each.num_output for each in others} == {40}
-    engine = build(Variant("nanoserve"), settings.folder, 1.0)
+    engine = build(Variant("nanoserve"), settings, 1.0)
     try:
         requests = [asdict(each) for each in (*others, long)]
         *times, last = [result["times"] for result in engine.run(requests)]

@@ -41,7 +41,6 @@ from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import (
     BlockedLinearMethod,
-    PackedLinearMethod,
     PanelLinearMethod,
     make_linear_method,
 )
@@ -267,7 +266,7 @@ def test_a_dtype_that_the_device_has(
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(threads.SMALL_MODEL)
     for multiplies, large in ((False, torch.float32), (True, torch.bfloat16)):
-        monkeypatch.setattr(selector, "multiplies_bfloat16", lambda found=multiplies: found)
+        monkeypatch.setattr(selector, "has_instructions", lambda *_, has=multiplies: has)
         assert choose("auto", "bfloat16", CPU) == large
         assert choose("auto", "bfloat16", CPU, DEMO_MODEL) == torch.float32
         for checkpoint in ("float16", "float32"):
@@ -412,7 +411,7 @@ def test_a_backend_that_stores_in_its_own_way_keeps_doing_so() -> None:
 # -- products --
 
 
-def make_linear(method: PackedLinearMethod, weight: Tensor, **flags: bool) -> Any:
+def make_linear(method: BlockedLinearMethod, weight: Tensor, **flags: bool) -> Any:
     layer: Any = nn.Module()
     layer.is_embedding, layer.is_lm_head = flags.get("embeds", False), flags.get("is_head", False)
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
@@ -430,7 +429,6 @@ def test_packed_weights(
     """As F.linear, whatever the shapes; the bits of a row do not depend on the rows beside it."""
     weight, bias = rand(outputs, inputs, dtype=dtype), rand(outputs, seed=1, dtype=dtype)
     method = make_linear_method(dtype) if kind == "best here" else BlockedLinearMethod()
-    assert isinstance(method, PackedLinearMethod)
     layer, x = make_linear(method, weight), rand(*more, rows, inputs, seed=2, dtype=dtype)
     found = method.apply(layer, x, bias if biased else None)
     close(found, F.linear(x, weight, bias if biased else None), dtype, 10)
@@ -444,7 +442,6 @@ def test_packed_weights(
 def test_long_rows_and_many(dtype: torch.dtype) -> None:
     """More than one task has: inputs of a panel, and rows."""
     method, weight = make_linear_method(dtype), rand(40, 2500, dtype=dtype)
-    assert isinstance(method, PackedLinearMethod)
     layer, x = make_linear(method, weight), rand(531, 2500, seed=2, dtype=dtype)
     close(method.apply(layer, x, None) / 50, F.linear(x, weight) / 50, dtype, 2)
 

@@ -122,8 +122,7 @@ def measure(args: argparse.Namespace, sizes: Mapping[str, Any]) -> dict[str, Any
     limits = f"{machine.bandwidth / 1e9:,.0f} GB/s, {machine.rate / 1e9:,.0f} GFLOP/s"
     name = str(dtype).removeprefix("torch.")
     print(f"this machine: {limits} (measured, {name})")
-    known = None if args.url else machine
-    sizes = {**sizes, "rate": args.rate, "dtype": name, "machine": known}
+    sizes = {**sizes, "rate": args.rate, "dtype": name, "machine": None if args.url else machine}
     settings = suites.Settings(folder, tuple(variants), **sizes)
     results: dict[str, Any] = {}
     for suite in args.suites or QUICK_SUITES:
@@ -152,11 +151,8 @@ def make_table(title: str, result: Mapping[str, Mapping[str, float]]) -> str:
     for label, figures in result.items():
         rows.append([label, *(f"{figures[key]:,.2f}" if key in figures else "" for key in keys)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for label, *cells in rows:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([label.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join([*lines, ""])
+    form = "  ".join([f"{{:{widths[0]}}}", *(f"{{:>{width}}}" for width in widths[1:])])
+    return "\n".join([*(form.format(*row).rstrip() for row in rows), ""])
 
 
 def describe_machine() -> dict[str, Any]:

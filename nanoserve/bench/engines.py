@@ -92,9 +92,8 @@ class Transformers:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.torch, cuda = torch, torch.cuda.is_available()
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
-        self.model = model.to("cuda" if cuda else "cpu").eval()
+        self.torch, device = torch, "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
         self.model.generation_config.eos_token_id = None  # run to the length asked for
 
     def run(self, requests: Requests) -> Results:
@@ -131,9 +130,6 @@ class Transformers:
             for end, row in zip(ends, lists, strict=True)
         ]
 
-    def close(self) -> None:
-        """Nothing to do: its process ends."""
-
 
 class Generate:
     """nano-vllm or mini-sglang."""
@@ -152,9 +148,6 @@ class Generate:
         outputs = self.llm.generate([list(each["prompt"]) for each in requests], params)
         lists, end = [list(each["token_ids"]) for each in outputs], time.perf_counter() - start
         return [{"times": [end] * len(each), "token_ids": each} for each in lists]
-
-    def close(self) -> None:
-        """Nothing to do: its process ends."""
 
 
 ENGINES: dict[str, Any] = {"nanoserve": StepEngine, "vllm": StepEngine}

@@ -118,9 +118,7 @@ def prepare_sdpa(
     return partial(attend, is_causal=case.num_queries > 1, scale=DIM**-0.5)
 
 
-def measure_kernels(
-    machine: Machine, dtype: torch.dtype, is_quick: bool = False
-) -> dict[str, Result]:
+def measure_kernels(machine: Machine, dtype: torch.dtype, is_quick: bool) -> dict[str, Result]:
     """case -> backend -> figures."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backends, seconds = find_backends(device), 0.1 if is_quick else 1.0

@@ -66,6 +66,7 @@ OBJECT = {"type": "object", "properties": RECORD, "required": ["name", "age"]}
 JSON = {"json": {"type": "array", "items": OBJECT, "minItems": 200}}
 
 Figures = dict[str, float]
+Rounds = dict[str, list[Any]]  # label of an engine -> what each round gave
 Result = dict[str, Figures]  # label of an engine -> its figures
 
 
@@ -90,7 +91,6 @@ class Settings:
     long_len: int = 2048
     repeat: int = 3
     rate: float = 4.0  # requests per second
-    use_tqdm: bool = True
     dtype: str = "float32"  # in which nanoserve computes, and transformers shall
     machine: Machine | None = None  # for what the cost model expects
 
@@ -181,8 +181,7 @@ def draw(suite: str, settings: Settings, round_: int) -> list[Request]:
     requests = draw_requests(number, low, high, vocab_size, round_, prefix_len)
     if suite == "serve":
         arrivals = draw_arrivals(number, settings.rate, round_)
-        pairs = zip(requests, arrivals, strict=True)
-        return [replace(request, arrival=arrival) for request, arrival in pairs]
+        return [replace(each, arrival=at) for each, at in zip(requests, arrivals, strict=True)]
     if suite == "gap":  # the long prompt comes when the others have a quarter of their tokens
         length, after = settings.long_len, max(1, high // 4)
         long = replace(draw_requests(1, length, length, vocab_size, round_)[0], num_output=1)
@@ -215,7 +214,7 @@ def run_round(engine: Any, suite: str, requests: list[Request]) -> tuple[Figures
 
 
 def compute_figures(
-    suite: str, requests: list[Request], times: list[list[float]], seconds: float
+    suite: str, requests: list[Request], times: list[Any], seconds: float
 ) -> Figures:
     """times: of each request, when its tokens came, in seconds after its arrival."""
     if suite == "chats":
@@ -249,8 +248,8 @@ def compare(suite: str, settings: Settings, tell: Callable[[str], None] = print)
     variants = add_variants(suite, list(settings.variants), settings)
     base, expected = variants[0].label, expect(suite, settings)
     engines: dict[str, Any] = {}
-    rounds: dict[str, list[Figures]] = {variant.label: [] for variant in variants}
-    tokens: dict[str, list[Any]] = {variant.label: [] for variant in variants}
+    rounds: Rounds = {variant.label: [] for variant in variants}
+    tokens: Rounds = {variant.label: [] for variant in variants}
 
     def prepare(round_: int) -> list[Request]:
         requests = draw(suite, settings, round_)
@@ -271,7 +270,7 @@ def compare(suite: str, settings: Settings, tell: Callable[[str], None] = print)
         tell(f"{suite}: {settings.repeat} rounds of {', '.join(engines)}; at most {seconds:.0f} s")
         for label, figures in expected.items():
             tell(f"  {label}: " + ", ".join(f"{k} {each:,.4g}" for k, each in figures.items()))
-        for number in trange(settings.repeat, disable=not settings.use_tqdm, leave=False):
+        for number in trange(settings.repeat, leave=False):
             requests = prepare(number)
             for label, engine in engines.items():
                 figures, token_ids = run_round(engine, suite, requests)
@@ -283,9 +282,7 @@ def compare(suite: str, settings: Settings, tell: Callable[[str], None] = print)
     return {label: summarize(label, base, rounds, tokens) for label in engines} | expected
 
 
-def summarize(
-    label: str, base: str, rounds: dict[str, list[Figures]], tokens: dict[str, list[Any]]
-) -> Figures:
+def summarize(label: str, base: str, rounds: Rounds, tokens: Rounds) -> Figures:
     """Medians over the rounds; x: how many times as fast as the base."""
     found = {key: statistics.median(each[key] for each in rounds[label]) for key in rounds[base][0]}
     key = next(iter(found))

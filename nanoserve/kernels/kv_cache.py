@@ -44,7 +44,6 @@ CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on 
 SCALE_DTYPE = torch.float32  # of the scales of keys and values of 8 bits
 LAZY = 2**26  # bytes from which on a system gives new pages, which are zeros, and no old ones
 CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -88,10 +87,9 @@ def make_kv_caches(runner: ModelRunner, num_rows: int) -> tuple[list[KVCache], l
     shape = (config.block_size, CACHE_DTYPES.get(config.kv_cache_dtype, runner.dtype))
     block_bytes = sum(spec.num_bytes(*shape) for spec in specs)
     num_blocks = determine_num_kv_blocks(runner, block_bytes, num_rows)
-    num_cpu_blocks = size_cpu_pool(config, num_blocks, block_bytes)
-    num_cpu_blocks = runner.parallel.all_reduce_min(num_cpu_blocks)
+    num_cpu_blocks = runner.parallel.all_reduce_min(size_cpu_pool(config, num_blocks, block_bytes))
     caches = allocate_kv_caches(specs, *shape, num_blocks, runner.device)
-    cpu_caches = allocate_kv_caches(specs, *shape, num_cpu_blocks, CPU)
+    cpu_caches = allocate_kv_caches(specs, *shape, num_cpu_blocks, torch.device("cpu"))
     if runner.device.type == "cuda" and config.swap_space is not None:
         # A GPU copies from and to pinned memory by itself: the CPU does not wait.
         cpu_caches = [tuple(tensor.pin_memory() for tensor in each) for each in cpu_caches]

@@ -31,27 +31,20 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 PACKED_FOR_ROWS = 256  # oneDNN's blocks for this many rows were fastest from 2 rows to 1,024
 
 
-def has_instructions(name: str) -> bool:
-    """Has this processor the instructions that Linux calls so?"""
-    return name in read_text(Path("/proc/cpuinfo")).split()
+def has_instructions(*names: str) -> bool:
+    """Has this processor any of the instructions that Linux calls so?"""
+    return not set(names).isdisjoint(read_text(Path("/proc/cpuinfo")).split())
 
 
-def multiplies_bfloat16() -> bool:
-    """Is a product in bfloat16 faster than in float32?"""
-    return has_instructions("avx512_bf16") or has_instructions("amx_bf16")
-
-
-def make_linear_method(dtype: torch.dtype) -> LinearMethod:
+def make_linear_method(dtype: torch.dtype) -> BlockedLinearMethod:
     """The fastest one for large weights on this CPU."""
-    has_loop = dtype == torch.float32 or has_instructions("avx512_bf16")
-    if dtype == torch.bfloat16 and has_instructions("amx_bf16"):
-        has_loop = False
-    library = load_library(SOURCE) if has_loop else None
+    has_pairs = has_instructions("avx512_bf16") and not has_instructions("amx_bf16")
+    library = load_library(SOURCE) if has_pairs or dtype == torch.float32 else None
     return PanelLinearMethod(library) if library else BlockedLinearMethod()
 
 
-class PackedLinearMethod(LinearMethod):
-    """Packs weights when they are loaded.
+class BlockedLinearMethod(LinearMethod):
+    """Packs weights when they are loaded: for oneDNN.
 
     Invariant: after process_weights_after_loading a packed weight is in `packed_weight` alone, so
     that it takes its memory once. Only an embedding keeps `weight` too, to look up its rows.
@@ -64,36 +57,24 @@ class PackedLinearMethod(LinearMethod):
         if packed is not None and not layer.is_embedding:
             layer.weight = nn.Parameter(layer.weight.new_empty(0, 0), requires_grad=False)
 
-    def pack(self, weight: Tensor) -> Tensor | None:
-        """A copy of the weight [outputs, inputs] for `multiply`; None if it cannot be one."""
-        raise NotImplementedError
-
-    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        """F.linear."""
-        raise NotImplementedError
-
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         packed: Any = layer.packed_weight
         return F.linear(x, layer.weight, bias) if packed is None else self.multiply(x, packed, bias)
 
-
-class BlockedLinearMethod(PackedLinearMethod):
-    """Multiplies with oneDNN."""
-
     def pack(self, weight: Tensor) -> Tensor | None:
-        is_bfloat16, mkldnn = weight.dtype == torch.bfloat16, torch.ops.mkldnn
-        if not torch.backends.mkldnn.is_available():
-            return None
-        if is_bfloat16 and not mkldnn._is_mkldnn_bf16_supported():
-            return None
-        return mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+        """A copy of the weight [outputs, inputs] for `multiply`; None if there can be none."""
+        mkldnn, can_pack = torch.ops.mkldnn, torch.backends.mkldnn.is_available()
+        if weight.dtype == torch.bfloat16:
+            can_pack = can_pack and mkldnn._is_mkldnn_bf16_supported()
+        return mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if can_pack else None
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        """F.linear."""
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-class PanelLinearMethod(PackedLinearMethod):
-    """Multiplies with the loop in linear_cpu.cpp."""
+class PanelLinearMethod(BlockedLinearMethod):
+    """Packs weights for the loop in linear_cpu.cpp."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library, self.outputs = library, 0

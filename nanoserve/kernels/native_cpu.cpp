@@ -598,8 +598,14 @@ EXPORT_CACHE(bfloat16, bfloat16, bf16_bf16)
 EXPORT_CACHE(bfloat16, int8_t, bf16_int8)
 EXPORT_CACHE(bfloat16, fp8, bf16_fp8)
 
-// Thread i of a team, but not thread 0, which calls, runs on cores[i] from now on.
-extern "C" const char* bind_threads(int number, const int* cores) {
+// Thread i of a team, but not thread 0, which calls, runs on core i of those that it may run on.
+extern "C" const char* bind_threads(int number) {
+    cpu_set_t allowed;
+    std::vector<int> cores;
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    for (int core = 0; core < CPU_SETSIZE; core++)
+        if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+    if (number > int(cores.size())) return nullptr;
 #pragma omp parallel num_threads(number)
     if (const int thread = omp_get_thread_num()) {
         cpu_set_t only;

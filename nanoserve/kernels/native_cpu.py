@@ -46,7 +46,7 @@ NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 CACHE_NAMES = {**NAMES, torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 INT, FLOAT, POINTER = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 ARGUMENTS = {
-    "bind_threads": [INT, POINTER],
+    "bind_threads": [INT],
     "add_rms_norm": [INT, INT, FLOAT, *[POINTER] * 4],
     "silu_and_mul": [INT, INT, *[POINTER] * 2],
     "rope_and_store": [*[INT] * 8, FLOAT, *[POINTER] * 10],
@@ -124,10 +124,8 @@ def bind_threads(number: int) -> None:
     """Each thread of the calling thread's team of `number`, but itself, keeps to a core of its own:
     where it is waited for, it is woken there, and not beside the one that waits. The calling thread
     goes where it likes, which is the core that is left."""
-    library = load_library()
-    cores = sorted(os.sched_getaffinity(0)) if library else []
-    if library and number <= len(cores):
-        call(library, "bind_threads", number, torch.tensor(cores, dtype=torch.int32))
+    if library := load_library():
+        call(library, "bind_threads", number)
 
 
 # -- what lies between two products --
@@ -181,14 +179,8 @@ class NativeBackend(QuantizedReference):
 
     name = "native"
 
-    def __init__(self) -> None:
-        """Raises ValueError if there is no library, and none can be compiled."""
-        self.library = load_library()
-        if self.library is None:
-            raise ValueError(
-                "attention_backend is 'native', and its C++ cannot be compiled here: that takes "
-                "Linux and a compiler with OpenMP (c++, or the one that $CXX names). Use 'auto'."
-            )
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
         return metadata  # nothing is prepared

@@ -30,10 +30,10 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class QuantizedReference(AttentionBackend):
-    """The definition, on a cache of 8 bits."""
+    """The definition, on a cache of 8 bits, too."""
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        if len(kv_cache) == 2:  # a subclass stores other caches, too
+        if len(kv_cache) == 2:
             return super().store(key, value, kv_cache, metadata)
         pairs = [quantize_rows(x, kv_cache[0].dtype) for x in (key, value)]
         for i, stored in enumerate(zip(*pairs, strict=True)):  # numbers, then scales
@@ -42,6 +42,8 @@ class QuantizedReference(AttentionBackend):
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
     ) -> Tensor:
+        if len(kv_cache) == 2:
+            return super().attend(query, kv_cache, metadata, **options)
         used = torch.cat([blocks for *_, blocks in metadata.plan]).unique().long()
         keys, values, key_scales, value_scales = (cache[used].float() for cache in kv_cache)
         plan = [(*lengths, torch.searchsorted(used, b)) for *lengths, b in metadata.plan]

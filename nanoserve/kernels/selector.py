@@ -30,7 +30,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.kernels import sampling
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.fused import fuse
-from nanoserve.kernels.linear_cpu import make_linear_method, multiplies_bfloat16
+from nanoserve.kernels.linear_cpu import has_instructions, make_linear_method
 from nanoserve.kernels.native_cpu import NAMES, Native, NativeBackend, load_library
 from nanoserve.kernels.quantized_cache import QuantizedReference
 from nanoserve.kernels.threads import SMALL_MODEL
@@ -49,7 +49,9 @@ def choose_dtype(wanted: str, model_config: ModelConfig, device: torch.device) -
         if device.type == "cpu":
             sizes = [file.stat().st_size for file in model_config.path.glob("*.safetensors")]
             is_faster = wanted == "bfloat16" and sum(sizes) >= SMALL_MODEL
-            wanted = wanted if is_faster and multiplies_bfloat16() else "float32"
+            wanted = (
+                wanted if is_faster and has_instructions("avx512_bf16", "amx_bf16") else "float32"
+            )
         elif wanted == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
             wanted = "float16"
     dtype = getattr(torch, wanted, None)
@@ -75,21 +77,19 @@ def choose_kernels(
         if isinstance(getattr(module, "backend", None), AttentionBackend):
             setattr(module, "backend", attention)  # noqa: B010 (nn.Module hides it from mypy)
     if is_fast:
-        speed_up(model, attention, device, dtype)
+        speed_up(model, attention, dtype)
     what = "fast" if is_fast else "plain: what runs is what the flat modules say"
     logger.info("kernels: %s (on %s; attention: %s)", what, device, attention.name)
     return attention, sampling.choose_tokens if is_fast else sampler.choose_tokens
 
 
-def speed_up(
-    model: Model, attention: AttentionBackend, device: torch.device, dtype: torch.dtype
-) -> None:
+def speed_up(model: Model, attention: AttentionBackend, dtype: torch.dtype) -> None:
     """Exchange the plain parts of a loaded model for fast ones."""
-    if device.type == "cpu" and dtype != torch.float16:
-        for module in model.modules():
-            if isinstance(module, LinearBase) and type(module.linear_method) is LinearMethod:
-                module.linear_method = make_linear_method(dtype)
-                module.linear_method.process_weights_after_loading(module)
+    for layer in [each for each in model.modules() if isinstance(each, LinearBase)]:
+        is_plain = type(layer.linear_method) is LinearMethod
+        if is_plain and layer.weight.is_cpu and dtype != torch.float16:
+            layer.linear_method = make_linear_method(dtype)
+            layer.linear_method.process_weights_after_loading(layer)
     if isinstance(attention, NativeBackend) and dtype in NAMES:
         fuse(model, Native(attention.library, dtype))
     elif attention.name == "triton":
@@ -112,21 +112,20 @@ def get_attn_backend(
     """
     if not isinstance(wanted, str):
         return wanted if isinstance(wanted, AttentionBackend) else wanted()
-    can_be_native, name = device.type == "cpu" and dtype in NAMES, wanted
-    if wanted == "auto":
-        name = "native" if can_be_native and load_library() else "torch"
-        if device.type == "cuda" and find_spec("triton"):
-            name = "triton"
-    if name == "triton":
+    is_native = wanted in ("auto", "native") and device.type == "cpu" and dtype in NAMES
+    if is_native and (library := load_library()):
+        return NativeBackend(library)
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda" and find_spec("triton")):
         return make_triton_backend(device)
-    backends = {"reference": AttentionBackend, "torch": TorchBackend, "native": NativeBackend}
-    if name not in backends or (name == "native" and not can_be_native):
+    backends = {"auto": TorchBackend, "torch": TorchBackend, "reference": AttentionBackend}
+    if wanted not in backends:
         raise ValueError(
             f"attention_backend is {wanted!r}, with {dtype} on {device}. Allowed: auto, reference, "
-            "torch, native (on a CPU, in float32 or bfloat16), triton (on a CUDA GPU), or an "
+            "torch, native (on a CPU, in float32 or bfloat16, with Linux and a C++ compiler with "
+            "OpenMP: c++, or the one that $CXX names), triton (on a CUDA GPU), or an "
             "AttentionBackend of your own (a class or an instance)."
         )
-    return backends[name]()
+    return backends[wanted]()
 
 
 def make_triton_backend(device: torch.device) -> AttentionBackend:
