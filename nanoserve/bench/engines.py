@@ -92,8 +92,8 @@ class Transformers:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self.torch, device = torch, "cuda" if torch.cuda.is_available() else "cpu"
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)  # in eval mode
+        self.torch, self.model = torch, model.to("cuda" if torch.cuda.is_available() else "cpu")
         self.model.generation_config.eos_token_id = None  # run to the length asked for
 
     def run(self, requests: Requests) -> Results:

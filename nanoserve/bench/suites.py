@@ -213,22 +213,20 @@ def run_round(engine: Any, suite: str, requests: list[Request]) -> tuple[Figures
     return compute_figures(suite, requests, times, seconds), token_ids
 
 
-def compute_figures(
-    suite: str, requests: list[Request], times: list[Any], seconds: float
-) -> Figures:
-    """times: of each request, when its tokens came, in seconds after its arrival."""
+def compute_figures(suite: str, requests: list[Request], times: list[Any], end: float) -> Figures:
+    """times: of each request, when its tokens came, in seconds after its arrival. end: of all."""
     if suite == "chats":
         times = times[len(times) // TURNS :]  # without the first turns
     first = sorted(each[0] for each in times)
     gaps = sorted(b - a for each in times for a, b in pairwise(each)) or [0.0]
     means = [(each[-1] - each[0]) / max(1, len(each) - 1) for each in times]
-    start, end = first[-1], max(each[-1] for each in times)  # of decoding, behind all prompts
+    start, last = first[-1], max(each[-1] for each in times)  # of decoding, behind all prompts
     decoded = sum(moment > start for each in times for moment in each)
     found = {
-        "tokens_per_s": sum(map(len, times)) / seconds,
-        "prompt_tokens_per_s": sum(len(request.prompt) for request in requests) / seconds,
-        "decode_tokens_per_s": decoded / max(1e-9, end - start),
-        "requests_per_s": len(times) / seconds,
+        "tokens_per_s": sum(map(len, times)) / end,
+        "prompt_tokens_per_s": sum(len(request.prompt) for request in requests) / end,
+        "decode_tokens_per_s": decoded / max(1e-9, last - start),
+        "requests_per_s": len(times) / end,
         "tpot_ms": 1000 * statistics.median(means),
         "longest_gap_ms": 1000 * gaps[-1],
     }
