@@ -454,6 +454,23 @@ def test_a_packed_weight_takes_its_memory_once() -> None:
     assert make_linear(method, rand(8, 8), embeds=True).packed_weight is None
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_computes_the_same_bits_in_any_company(dtype: str) -> None:
+    """With compiled kernels: no sum depends on the rows beside it."""
+    library = isinstance(make_linear_method(getattr(torch, dtype)), PanelLinearMethod)
+    if not library:
+        pytest.skip("oneDNN multiplies here, and rounds as the number of rows wants it")
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [*range(20, 20 + 7 * n)]} for n in range(1, 8)]
+    with LLM(kernels="fast", dtype=dtype, enable_prefix_caching=False) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        alone = [llm.generate([each], params, use_tqdm=False)[0] for each in prompts]
+    for one, other in zip(together, alone, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
 def make_weight(kind: str, outputs: int, size: int, groups: int, **options: Any) -> QuantizedWeight:
     generator, num_inputs = torch.Generator().manual_seed(outputs), size * groups
     shape = (outputs * options.get("num_experts", 1), num_inputs)
