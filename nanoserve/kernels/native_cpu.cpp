@@ -312,8 +312,8 @@ const float* read_tile(const Cache<C>& cache, size_t at, size_t next, int number
     return room;
 }
 
-// Calls use_keys(position, number, tile) and use_values(tile) for each tile that a task sees. Returns
-// false if the block table names a block that does not exist.
+// Calls use_keys(position, number, tile) and use_values(tile) for each tile that a task sees.
+// Returns false if the block table names a block that does not exist.
 template <typename C, typename UseKeys, typename UseValues>
 bool walk(const Sizes& s, const Cache<C>& keys, const Cache<C>& values, const Task& task,
           UseKeys use_keys, UseValues use_values) {
@@ -477,7 +477,7 @@ bool attend_many(const Sizes& s, const Cache<C>& keys, const Cache<C>& values, c
                 highest = highest > scores[first + j] ? highest : scores[first + j];
             }
         }
-        const Vector from = highest == -INFINITY ? Vector{} : highest;  // as above
+        const Vector from = highest == -INFINITY ? Vector{} : highest;
         const Vector kept = exp_each(top - from);
         top = highest;
         sum *= kept;
