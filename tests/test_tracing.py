@@ -97,8 +97,11 @@ def test_a_span_of_each_completion(collector: tuple[str, list[Any]]) -> None:
         assert seconds == pytest.approx(values_of(span)["gen_ai.latency.e2e"], abs=1e-5)
 
 
-def test_a_collector_that_is_not_there(collector: tuple[str, list[Any]]) -> None:
+def test_a_collector_that_is_not_there(
+    collector: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Costs the spans, and no token."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds
     params = SamplingParams(temperature=0, max_tokens=5)
     with LLM(**SMALL) as llm:
         wanted = llm.generate("The", params, use_tqdm=False)[0].outputs[0].token_ids

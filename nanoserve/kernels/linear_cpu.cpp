@@ -100,7 +100,8 @@ template <typename T>
 void multiply(int num_rows, int inputs, int outputs, const T* x, const T* weight, const T* bias,
               T* output) {
     const int panels = (outputs + PANEL - 1) / PANEL, chunks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp parallel for collapse(2) if (int64_t(num_rows) * inputs * outputs > SMALL_WORK)
+#pragma omp parallel for collapse(2) schedule(dynamic) \
+    if (int64_t(num_rows) * inputs * outputs > SMALL_WORK)
     for (int chunk = 0; chunk < chunks; chunk++)
         for (int p = 0; p < panels; p++) {
             const int begin = int64_t(num_rows) * chunk / chunks;
