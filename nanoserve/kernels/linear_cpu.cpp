@@ -5,14 +5,14 @@
 //
 //     weight [outputs, inputs]  ->  [outputs / PANEL, inputs / PAIR, PANEL, PAIR]
 //
-//     four vectors of a panel     w[k] = 64 outputs
+//     four vectors of a panel     w[k] = 64 outputs, with AVX-512
 //     for each of 6 rows          sums[row] += x[row][k] * w[k]        24 vectors, in registers
 //
 // So each number of the weight is read once, in the order in which it lies, for 6 rows; then again,
 // from the core's cache, for the next 6. PAIR is 2 in bfloat16: one instruction multiplies two
 // neighbouring numbers of a row by those of each lane, and adds both products in float32.
 //
-// A row's sum is made in the same order whatever rows are beside it: its bits do not depend on them.
+// A row's sum is made in the same order whatever rows are beside it: they do not change its bits.
 //
 // vLLM: csrc/cpu/sgl-kernels/gemm.cpp.
 
@@ -20,7 +20,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -35,9 +34,9 @@ constexpr int LANES = 8, VECTORS = 2;
 constexpr int PANEL = VECTORS * LANES;  // outputs
 constexpr int ROWS = 6;                 // whose sums are in registers together
 constexpr int MOST_ROWS = 20 * ROWS;    // of a task; their sums stay in the first cache of a core
-constexpr int MOST_INPUTS = 1024;      // of a panel at a time, which stay in the second
-constexpr int AHEAD = 2048;            // bytes of the panel that are fetched before their use
-constexpr int SMALL_WORK = 1 << 17;    // products of numbers; fewer are made by one core, at once
+constexpr int MOST_INPUTS = 1024;       // of a panel at a time, which stay in the second
+constexpr int AHEAD = 2048;             // bytes of the panel that are fetched before their use
+constexpr int SMALL_WORK = 1 << 17;     // products of numbers; fewer are made by one core, at once
 
 typedef float Vector __attribute__((vector_size(4 * LANES), may_alias));
 
@@ -69,9 +68,14 @@ inline void store(Vector x, bfloat16* to) {
 }
 #endif
 
-// Add the products of NUMBER rows with `inputs` of a panel to their sums.
-template <int NUMBER, typename T>
-void multiply_rows(int inputs, size_t stride, const T* x, const T* panel, Vector* sums) {
+// Add the products of `number` rows with `inputs` of a panel to their sums. There is a function for
+// each NUMBER up to ROWS, because registers hold the sums of a number that the compiler knows.
+template <typename T, int NUMBER = ROWS>
+void multiply_rows(int number, int inputs, size_t stride, const T* x, const T* panel,
+                   Vector* sums) {
+    if constexpr (NUMBER > 1)
+        if (number < NUMBER)
+            return multiply_rows<T, NUMBER - 1>(number, inputs, stride, x, panel, sums);
     constexpr int PAIR = sizeof(float) / sizeof(T);
     Vector a[NUMBER][VECTORS];
     std::memcpy(a, sums, sizeof a);
@@ -88,18 +92,11 @@ void multiply_rows(int inputs, size_t stride, const T* x, const T* panel, Vector
     std::memcpy(sums, a, sizeof a);
 }
 
-// The function for so many rows.
-template <typename T, int... I>
-auto choose(int number, std::integer_sequence<int, I...>) {
-    constexpr void (*functions[])(int, size_t, const T*, const T*, Vector*) = {
-        multiply_rows<I + 1, T>...};
-    return functions[number - 1];
-}
-
 template <typename T>
 void multiply(int num_rows, int inputs, int outputs, const T* x, const T* weight, const T* bias,
               T* output) {
-    const int panels = (outputs + PANEL - 1) / PANEL, chunks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int panels = (outputs + PANEL - 1) / PANEL;
+    const int chunks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;  // tasks of a panel
 #pragma omp parallel for collapse(2) schedule(dynamic) \
     if (int64_t(num_rows) * inputs * outputs > SMALL_WORK)
     for (int chunk = 0; chunk < chunks; chunk++)
@@ -117,10 +114,9 @@ void multiply(int num_rows, int inputs, int outputs, const T* x, const T* weight
             for (int k = 0; k < inputs; k += MOST_INPUTS)
                 for (int i = 0; i < passes; i++) {
                     const int row = number * i / passes, end = number * (i + 1) / passes;
-                    choose<T>(end - row, std::make_integer_sequence<int, ROWS>{})(
-                        std::min(MOST_INPUTS, inputs - k), inputs,
-                        x + size_t(begin + row) * inputs + k, panel + size_t(k) * PANEL,
-                        sums + row * VECTORS);
+                    multiply_rows(end - row, std::min(MOST_INPUTS, inputs - k), inputs,
+                                  x + size_t(begin + row) * inputs + k, panel + size_t(k) * PANEL,
+                                  sums + row * VECTORS);
                 }
             for (int row = 0; row < number; row++) {
                 T whole[PANEL], *to = output + size_t(begin + row) * outputs + first;
