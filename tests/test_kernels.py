@@ -36,7 +36,16 @@ from torch import Tensor, nn
 
 from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.kernels import fused, memory, quantized, quantized_cpu, sampling, selector, threads
+from nanoserve.kernels import (
+    fused,
+    linear_cpu,
+    memory,
+    quantized,
+    quantized_cpu,
+    sampling,
+    selector,
+    threads,
+)
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import (
@@ -446,6 +455,13 @@ def test_long_rows_and_many(dtype: torch.dtype) -> None:
     close(method.apply(layer, x, None) / 50, F.linear(x, weight) / 50, dtype, 2)
 
 
+def test_a_compiler_may_not_know_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the library has no such product, whatever the processor has."""
+    monkeypatch.setattr(linear_cpu, "load_library", lambda _: SimpleNamespace(multiply_f32=None))
+    assert type(make_linear_method(torch.bfloat16)) is BlockedLinearMethod
+    assert type(make_linear_method(torch.float32)) is PanelLinearMethod
+
+
 def test_a_packed_weight_takes_its_memory_once() -> None:
     method = BlockedLinearMethod()
     assert make_linear(method, rand(8, 8)).weight.numel() == 0
@@ -458,8 +474,7 @@ def test_a_packed_weight_takes_its_memory_once() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_computes_the_same_bits_in_any_company(dtype: str) -> None:
     """With compiled kernels: no sum depends on the rows beside it."""
-    library = isinstance(make_linear_method(getattr(torch, dtype)), PanelLinearMethod)
-    if not library:
+    if not isinstance(make_linear_method(getattr(torch, dtype)), PanelLinearMethod):
         pytest.skip("oneDNN multiplies here, and rounds as the number of rows wants it")
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=3, ignore_eos=True)
     prompts = [{"prompt_token_ids": [*range(20, 20 + 7 * n)]} for n in range(1, 8)]

@@ -38,16 +38,19 @@ def has_instructions(*names: str) -> bool:
 
 def make_linear_method(dtype: torch.dtype) -> BlockedLinearMethod:
     """The fastest one for large weights on this CPU."""
-    has_pairs = has_instructions("avx512_bf16") and not has_instructions("amx_bf16")
-    library = load_library(SOURCE) if has_pairs or dtype == torch.float32 else None
-    return PanelLinearMethod(library) if library else BlockedLinearMethod()
+    has_amx = dtype == torch.bfloat16 and has_instructions("amx_bf16")
+    library = None if has_amx else load_library(SOURCE)
+    # In bfloat16 the source has one if the compiler knows AVX-512 BF16 (GCC from version 10 on).
+    has_product = hasattr(library, f"multiply_{NAMES[dtype]}")
+    return PanelLinearMethod(library) if library and has_product else BlockedLinearMethod()
 
 
 class BlockedLinearMethod(LinearMethod):
     """Packs weights when they are loaded: for oneDNN.
 
     Invariant: after process_weights_after_loading a packed weight is in `packed_weight` alone, so
-    that it takes its memory once. Only an embedding keeps `weight` too, to look up its rows.
+    that it takes its memory once: `weight` is [outputs, 0]. Only an embedding keeps its weight too,
+    to look up its rows.
     """
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
@@ -55,11 +58,14 @@ class BlockedLinearMethod(LinearMethod):
         packed = self.pack(layer.weight.detach()) if is_used else None
         layer.register_buffer("packed_weight", packed, persistent=False)
         if packed is not None and not layer.is_embedding:
-            layer.weight = nn.Parameter(layer.weight.new_empty(0, 0), requires_grad=False)
+            nothing = layer.weight.new_empty(len(layer.weight), 0)
+            layer.weight = nn.Parameter(nothing, requires_grad=False)
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         packed: Any = layer.packed_weight
-        return F.linear(x, layer.weight, bias) if packed is None else self.multiply(x, packed, bias)
+        if packed is None:
+            return F.linear(x, layer.weight, bias)
+        return self.multiply(x, packed, len(layer.weight), bias)
 
     def pack(self, weight: Tensor) -> Tensor | None:
         """A copy of the weight [outputs, inputs] for `multiply`; None if there can be none."""
@@ -68,7 +74,7 @@ class BlockedLinearMethod(LinearMethod):
             can_pack = can_pack and mkldnn._is_mkldnn_bf16_supported()
         return mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS) if can_pack else None
 
-    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         """F.linear."""
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
@@ -77,20 +83,20 @@ class PanelLinearMethod(BlockedLinearMethod):
     """Packs weights for the loop in linear_cpu.cpp."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library, self.outputs = library, 0
+        self.library = library
 
     def pack(self, weight: Tensor) -> Tensor | None:
-        self.outputs, inputs = weight.shape
+        outputs, inputs = weight.shape
         panel = ctypes.c_int.in_dll(self.library, "panel").value  # outputs
         pair = 4 // weight.element_size()
         if inputs % pair:
             return None
-        padded = F.pad(weight, (0, 0, 0, -self.outputs % panel))
+        padded = F.pad(weight, (0, 0, 0, -outputs % panel))
         return padded.view(-1, panel, inputs // pair, pair).transpose(1, 2).contiguous()
 
-    def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         x, inputs = x.contiguous(), x.shape[-1]
-        output = x.new_empty(*x.shape[:-1], self.outputs)
+        output = x.new_empty(*x.shape[:-1], outputs)
         name, rows = f"multiply.{NAMES[x.dtype]}", x.numel() // inputs
-        call(self.library, name, rows, inputs, self.outputs, x, packed, bias, output)
+        call(self.library, name, rows, inputs, outputs, x, packed, bias, output)
         return output

@@ -11,7 +11,7 @@ loaded (LLM(kernels="plain") or "fast" decides otherwise):
     choose_tokens                   sampler.py               sampling.py      sampling.py
 
 Without a C++ compiler, and in float16, a CPU has attention_cpu.py in place of native_cpu.py, and
-model.py in place of fused.py.
+model.py in place of fused.py. In float16 it has layers.py in place of linear_cpu.py, too.
 
 vLLM: vllm/attention/selector.py (V0); vllm/v1/attention/selector.py (V1).
 """
@@ -48,10 +48,8 @@ def choose_dtype(wanted: str, model_config: ModelConfig, device: torch.device) -
         wanted = model_config.dtype.removeprefix("torch.")
         if device.type == "cpu":
             sizes = [file.stat().st_size for file in model_config.path.glob("*.safetensors")]
-            is_faster = wanted == "bfloat16" and sum(sizes) >= SMALL_MODEL
-            wanted = (
-                wanted if is_faster and has_instructions("avx512_bf16", "amx_bf16") else "float32"
-            )
+            is_faster = sum(sizes) >= SMALL_MODEL and has_instructions("avx512_bf16", "amx_bf16")
+            wanted = wanted if wanted == "bfloat16" and is_faster else "float32"
         elif wanted == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
             wanted = "float16"
     dtype = getattr(torch, wanted, None)
@@ -85,11 +83,12 @@ def choose_kernels(
 
 def speed_up(model: Model, attention: AttentionBackend, dtype: torch.dtype) -> None:
     """Exchange the plain parts of a loaded model for fast ones."""
-    for layer in [each for each in model.modules() if isinstance(each, LinearBase)]:
-        is_plain = type(layer.linear_method) is LinearMethod
-        if is_plain and layer.weight.is_cpu and dtype != torch.float16:
-            layer.linear_method = make_linear_method(dtype)
-            layer.linear_method.process_weights_after_loading(layer)
+    if next(model.parameters()).is_cpu and dtype in NAMES:
+        method = make_linear_method(dtype)
+        for layer in model.modules():
+            if isinstance(layer, LinearBase) and type(layer.linear_method) is LinearMethod:
+                layer.linear_method = method
+                method.process_weights_after_loading(layer)
     if isinstance(attention, NativeBackend) and dtype in NAMES:
         fuse(model, Native(attention.library, dtype))
     elif attention.name == "triton":
