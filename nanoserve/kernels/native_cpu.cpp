@@ -185,8 +185,8 @@ void quantize(const T* x, int dim, C* numbers, float* scale) {
 // T: type of the model, C: of the cache. Nothing is stored for a slot that does not exist.
 template <typename T, typename C>
 const char* rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
-                    const T* sin, const int64_t* slot_mapping, C* key_cache, C* value_cache,
-                    float* key_scales, float* value_scales, T* query) {
+                           const T* sin, const int64_t* slot_mapping, C* key_cache, C* value_cache,
+                           float* key_scales, float* value_scales, T* query) {
     const int dim = s.head_dim, num_rows = s.num_heads + 2 * s.num_kv_heads;
     const int64_t num_slots = int64_t(s.num_blocks) * s.block_size;
     if (dim > MAX_DIM) return TOO_WIDE;
@@ -245,7 +245,8 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 }
 
 // -- attention: a few queries of a sequence walk through its blocks together. Each query keeps a
-// running maximum, a running sum and a weighted sum of values (online softmax, as in Triton's).
+// running maximum, a running sum and a weighted sum of values (online softmax, as in
+// attention_triton.py).
 //
 //     block table of the sequence    [ 7 | 3 | 9 ]
 //     walk                           keys and values of block 7, then of 3, then of 9
@@ -358,8 +359,13 @@ struct Pairs {
     }
 } const PAIRS;
 
-// The sum of each of LANES vectors, as the lanes of one: in each round, half of the vectors take
-// half of the lanes of the others and add.
+// The sum of each of LANES vectors, as the lanes of one. A round adds the halves of every sum, and
+// puts two vectors into one. For 4 vectors, a to d, of 4 lanes:
+//
+//     x[0]    a0 a1 a2 a3    half 2    a0+a2 a1+a3 c0+c2 c1+c3    half 1    a b c d
+//     x[1]    b0 b1 b2 b3              b0+b2 b1+b3 d0+d2 d1+d3
+//     x[2]    c0 c1 c2 c3
+//     x[3]    d0 d1 d2 d3
 inline Vector sum_each(Vector* x) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half > 0; half /= 2)
@@ -406,11 +412,9 @@ bool attend_few(const Sizes& s, const Cache<C>& keys, const Cache<C>& values, co
                 for (int j = 0; j < TILE; j++) weights[j] = cap(weights[j], s.soft_cap);
             for (int j = 0; j < std::min(begin, TILE); j++) weights[j] = -INFINITY;
             for (int j = std::max(end, 0); j < TILE; j++) weights[j] = -INFINITY;
-            float some[4] = {top[i], top[i], top[i], top[i]};
-            for (int j = 0; j < TILE; j += 4)
-#pragma omp simd
-                for (int k = 0; k < 4; k++) some[k] = std::max(some[k], weights[j + k]);
-            const float highest = std::max(std::max(some[0], some[1]), std::max(some[2], some[3]));
+            float highest = top[i];
+#pragma omp simd reduction(max : highest)
+            for (int j = 0; j < TILE; j++) highest = std::max(highest, weights[j]);
             const float from = highest == -INFINITY ? 0 : highest;  // -inf - -inf would be NaN
             const float kept = exp_negative(top[i] - from);
             float added = 0;
@@ -541,18 +545,19 @@ const char* paged_attention(const Sizes& s, const Cache<C>& keys, const Cache<C>
 // What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16); what
 // reads or writes a cache is there for each type of cache. They return what is wrong, or null.
 //
-// x (which becomes the sum), residual, output [num_tokens, size]; weight [size].
-//
-// gate_up [num_tokens, 2 * size]; output [num_tokens, size].
-//
-// qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; norm_weight [num_heads + num_kv_heads,
-// head_dim] or null; cos, sin: rope_stride numbers from token to token; slot_mapping [num_tokens],
-// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; scales (of
-// caches of 8 bits, else null) [num_blocks, num_kv_heads, block_size]; query [num_tokens,
-// num_heads, head_dim].
-//
-// query [num_tokens, num_heads, key_dim], output [.., value_dim]; query_start_loc [num_seqs + 1];
-// seq_lens [num_seqs]; block_table: table_stride numbers from sequence to sequence.
+//     add_rms_norm       x (which becomes the sum), residual, output [num_tokens, size]
+//                        weight [size]
+//     silu_and_mul       gate_up [num_tokens, 2 * size], output [num_tokens, size]
+//     rope_and_store     qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+//                        norm_weight [num_heads + num_kv_heads, head_dim], or null
+//                        cos, sin: rope_stride numbers from token to token
+//                        slot_mapping [num_tokens]; negative: do not store
+//                        query [num_tokens, num_heads, head_dim]
+//     paged_attention    query [num_tokens, num_heads, key_dim], output [.., value_dim]
+//                        query_start_loc [num_seqs + 1], seq_lens [num_seqs]
+//                        block_table: table_stride numbers from sequence to sequence
+//     both               caches [num_blocks, num_kv_heads, block_size, dim]
+//                        scales [num_blocks, num_kv_heads, block_size]; null but for 8 bits
 #define EXPORT(T, NAME)                                                                            \
     extern "C" const char* add_rms_norm_##NAME(int num_tokens, int size, float eps, T* x,          \
                                                const T* residual, const T* weight, T* output) {    \
@@ -577,7 +582,7 @@ const char* paged_attention(const Sizes& s, const Cache<C>& keys, const Cache<C>
                               key_scales, value_scales, query);                                    \
     }                                                                                              \
     extern "C" const char* paged_attention_##NAME(                                                 \
-        int num_seqs, int num_heads, int key_dim, int num_blocks, int block_size, \
+        int num_seqs, int num_heads, int key_dim, int num_blocks, int block_size,                  \
         int num_kv_heads, int value_dim, int table_stride, int sliding_window, float scale,        \
         float soft_cap, const T* query, const C* key_cache, const C* value_cache,                  \
         const float* key_scales, const float* value_scales, const int32_t* query_start_loc,        \
