@@ -45,7 +45,8 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     # Values over those of the checkpoint's config.json: {"max_position_embeddings": 4096}.
     hf_overrides: dict | None = None
-    # Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's.
+    # Type of the weights and the KV cache; auto: the checkpoint's, but on a CPU float32, except for
+    # bfloat16 of 32 MiB and more if the CPU multiplies in it.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # Type of the KV cache; auto: dtype; fp8, int8: a byte for a number, and a scale for each token
     # and head.

@@ -7,8 +7,9 @@ attention does the rest, one sequence after the other:
     selected, 6 keys of 2 x 4 slots               keys [2, 6, dim]      0 1 2 3  4 5 | 0 1 2 3  4 5
 
 The result is that of attention.AttentionBackend, the definition, but for rounding: half its time
-for a prompt, and no matrix of scores. Where the scores have a soft cap, which PyTorch's attention
-does not know, the definition computes them. (native_cpu.py reads the keys where they lie.)
+for a prompt, and one mask in the place of a matrix of scores for each head. Where the scores have a
+soft cap, which PyTorch's attention does not know, the definition computes them. (native_cpu.py
+reads the keys where they lie.)
 
 Left out: several sequences in one call. They would have to be padded to equal lengths, and the
 copies of all would not fit into a cache: that took twice as long.

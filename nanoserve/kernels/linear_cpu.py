@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoserve.kernels.memory import read_text
 from nanoserve.kernels.native_cpu import NAMES, call, load_library
@@ -38,8 +38,8 @@ def has_instructions(*names: str) -> bool:
 
 def make_linear_method(dtype: torch.dtype) -> BlockedLinearMethod:
     """The fastest one for large weights on this CPU."""
-    has_amx = dtype == torch.bfloat16 and has_instructions("amx_bf16")
-    library = None if has_amx else load_library(SOURCE)
+    is_amx = dtype == torch.bfloat16 and has_instructions("amx_bf16")
+    library = None if is_amx else load_library(SOURCE)
     # In bfloat16 the source has one if the compiler knows AVX-512 BF16 (GCC from version 10 on).
     has_product = hasattr(library, f"multiply_{NAMES[dtype]}")
     return PanelLinearMethod(library) if library and has_product else BlockedLinearMethod()
@@ -58,8 +58,7 @@ class BlockedLinearMethod(LinearMethod):
         packed = self.pack(layer.weight.detach()) if is_used else None
         layer.register_buffer("packed_weight", packed, persistent=False)
         if packed is not None and not layer.is_embedding:
-            nothing = layer.weight.new_empty(len(layer.weight), 0)
-            layer.weight = nn.Parameter(nothing, requires_grad=False)
+            layer.weight.data = layer.weight.new_empty(len(layer.weight), 0)
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         packed: Any = layer.packed_weight
@@ -86,9 +85,8 @@ class PanelLinearMethod(BlockedLinearMethod):
         self.library = library
 
     def pack(self, weight: Tensor) -> Tensor | None:
-        outputs, inputs = weight.shape
+        (outputs, inputs), pair = weight.shape, 4 // weight.element_size()
         panel = ctypes.c_int.in_dll(self.library, "panel").value  # outputs
-        pair = 4 // weight.element_size()
         if inputs % pair:
             return None
         padded = F.pad(weight, (0, 0, 0, -outputs % panel))

@@ -412,9 +412,11 @@ bool attend_few(const Sizes& s, const Cache<C>& keys, const Cache<C>& values, co
                 for (int j = 0; j < TILE; j++) weights[j] = cap(weights[j], s.soft_cap);
             for (int j = 0; j < std::min(begin, TILE); j++) weights[j] = -INFINITY;
             for (int j = std::max(end, 0); j < TILE; j++) weights[j] = -INFINITY;
-            float highest = top[i];
-#pragma omp simd reduction(max : highest)
-            for (int j = 0; j < TILE; j++) highest = std::max(highest, weights[j]);
+            float some[4] = {top[i], top[i], top[i], top[i]};  // four maxima, which do not wait
+            for (int j = 0; j < TILE; j += 4)
+#pragma omp simd
+                for (int k = 0; k < 4; k++) some[k] = std::max(some[k], weights[j + k]);
+            const float highest = std::max(std::max(some[0], some[1]), std::max(some[2], some[3]));
             const float from = highest == -INFINITY ? 0 : highest;  // -inf - -inf would be NaN
             const float kept = exp_negative(top[i] - from);
             float added = 0;

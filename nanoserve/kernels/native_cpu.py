@@ -1,10 +1,9 @@
 """How does a CPU do the work between two products in one pass? By a few hundred lines of C++.
 
 native_cpu.cpp has one loop for each of four parts of a layer: the residual addition with its norm;
-rotary embedding and storing; attention; the activation. It is compiled when it is first
-needed, in a few seconds, with the machine's own C++ compiler, for exactly this processor, and kept
-in the user's cache folder. Where there is no compiler, PyTorch's operators do the same work in more
-passes:
+rotary embedding and storing; attention; the activation. It is compiled when it is first needed, in
+a few seconds, with the machine's own C++ compiler, for exactly this processor, and kept in the
+user's cache folder. Without a compiler, PyTorch's operators do the same work in more passes:
 
                     with a compiler        without
     attention       NativeBackend          TorchBackend

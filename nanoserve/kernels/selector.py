@@ -120,8 +120,8 @@ def get_attn_backend(
     if wanted not in backends:
         raise ValueError(
             f"attention_backend is {wanted!r}, with {dtype} on {device}. Allowed: auto, reference, "
-            "torch, native (on a CPU, in float32 or bfloat16, with Linux and a C++ compiler with "
-            "OpenMP: c++, or the one that $CXX names), triton (on a CUDA GPU), or an "
+            "torch, native (on a CPU, in float32 or bfloat16, with Linux and GCC with OpenMP: c++, "
+            "or the compiler that $CXX names), triton (on a CUDA GPU), or an "
             "AttentionBackend of your own (a class or an instance)."
         )
     return backends[wanted]()

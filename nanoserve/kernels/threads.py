@@ -130,8 +130,7 @@ class Team:
     def look(self) -> None:
         """Decide how many threads there are until the next look."""
         clock, busy = time.monotonic(), seconds_of_others()
-        is_new = clock < self.end + LOOK
-        in_use = round((busy - self.busy) / (clock - self.clock)) if is_new else 0
+        in_use = round((busy - self.busy) / (clock - self.clock)) if clock < self.end + LOOK else 0
         self.number = max(1, min(self.most, (os.cpu_count() or 1) - in_use))
         self.clock, self.busy = clock, busy
 
