@@ -108,11 +108,11 @@ SHAPES = st.builds(
         min_size=1,
         max_size=5,
     ).map(tuple),
-    block_size=st.sampled_from([1, 2, 4, 16]),
+    block_size=st.sampled_from([1, 2, 3, 4, 16, 32]),
     num_kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    key_dim=st.sampled_from([4, 8, 16, 20]),
-    value_dim=st.sampled_from([4, 8, 16]),
+    group=st.sampled_from([1, 2, 3, 5, 17, 33]),  # more than a vector has lanes
+    key_dim=st.sampled_from([4, 8, 16, 20, 48]),
+    value_dim=st.sampled_from([4, 8, 16, 20, 48]),
     sliding_window=st.none() | st.integers(1, 12),
     logits_soft_cap=st.none() | st.just(2.0),
 )
@@ -442,6 +442,8 @@ def test_packed_weights(
     found = method.apply(layer, x, bias if biased else None)
     close(found, F.linear(x, weight, bias if biased else None), dtype, 10)
     if isinstance(method, PanelLinearMethod) and layer.packed_weight is not None:
+        with pytest.raises(ValueError, match="another size"):
+            method.apply(layer, x[..., : inputs - 1], None)
         assert torch.equal(
             found[..., :1, :], method.apply(layer, x[..., :1, :], bias if biased else None)
         )

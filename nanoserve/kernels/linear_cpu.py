@@ -89,11 +89,13 @@ class PanelLinearMethod(BlockedLinearMethod):
         panel = ctypes.c_int.in_dll(self.library, "panel").value  # outputs
         if inputs % pair:
             return None
-        padded = F.pad(weight, (0, 0, 0, -outputs % panel))
+        padded = F.pad(weight, (0, 0, 0, -outputs % panel)) if outputs % panel else weight
         return padded.view(-1, panel, inputs // pair, pair).transpose(1, 2).contiguous()
 
     def multiply(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         x, inputs = x.contiguous(), x.shape[-1]
+        if (x.dtype, inputs) != (packed.dtype, packed.shape[1] * packed.shape[3]):
+            raise ValueError(f"x is {x.dtype} {[*x.shape]}, and the weight is of another size.")
         output = x.new_empty(*x.shape[:-1], outputs)
         name, rows = f"multiply.{NAMES[x.dtype]}", x.numel() // inputs
         call(self.library, name, rows, inputs, outputs, x, packed, bias, output)

@@ -39,8 +39,7 @@ def available_memory() -> int:
 def describe_size(num_bytes: int) -> str:
     """describe_size(6144) -> "6.0 KiB"."""
     power = min(max(num_bytes.bit_length() - 1, 0) // 10, 3)
-    unit = ("bytes", "KiB", "MiB", "GiB")[power]
-    return f"{num_bytes / 1024**power:.{min(power, 1)}f} {unit}"
+    return f"{num_bytes / 1024**power:.{min(power, 1)}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def check_fits(what: str, num_bytes: int, memory: int | None, advice: str) -> None:

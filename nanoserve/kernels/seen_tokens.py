@@ -88,7 +88,6 @@ class SeenTokens:
     def _fill(self, row: int) -> None:
         states = self.req_states
         token_ids = states.token_ids[row, : states.num_tokens[row]]
-        assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
         seen = np.unique(token_ids)  # int32
         output = token_ids[states.num_prompt_tokens[row] :]
         counts = np.bincount(output, minlength=int(seen[-1]) + 1)
