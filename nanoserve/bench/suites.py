@@ -214,7 +214,8 @@ def run_round(engine: Any, suite: str, requests: list[Request]) -> tuple[Figures
 
 
 def compute_figures(suite: str, requests: list[Request], times: list[Any], end: float) -> Figures:
-    """times: of each request, when its tokens came, in seconds after its arrival. end: of all."""
+    """times: of each request, when its tokens came, in seconds after its arrival. end: seconds that
+    the round took."""
     if suite == "chats":
         times = times[len(times) // TURNS :]  # without the first turns
     first = sorted(each[0] for each in times)

@@ -49,10 +49,10 @@ class TorchBackend(QuantizedReference):
                 keys, values = keys.float() * scales[0], values.float() * scales[1]
             mask, last = None, seq_len - (end - start)  # the key that the first query sees last
             if end - start > 1 or window is not None:  # True where a query sees a key
-                seen = torch.ones(end - start, seq_len, dtype=torch.bool, device=query.device)
-                mask = (
-                    seen.tril(last) if window is None else seen.tril(last).triu(last + 1 - window)
-                )
+                mask = torch.ones(end - start, seq_len, dtype=torch.bool, device=query.device)
+                mask.tril_(last)
+                if window is not None:
+                    mask.triu_(last + 1 - window)
             some = query[start:end].transpose(0, 1)
             key, value = keys.to(query.dtype), values.to(query.dtype)
             mixed = F.scaled_dot_product_attention(
